@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -20,6 +21,11 @@ os.environ.setdefault("HOLDFAST_NOTICES_URL", "http://127.0.0.1:9")
 sys.path.append(str(Path(__file__).parents[1]))
 
 from tests.support.postgres import PostgresServer, postgres_server
+
+# A shell starts programs in the background with SIGINT ignored, and all processes of the tests
+# would inherit that. A worker of Prefect then never ends by itself.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The tests start hundreds of processes, and each would compile Holdfast again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

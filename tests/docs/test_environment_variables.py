@@ -16,6 +16,7 @@ import pytest
 from tests.support.histories import spec_of
 from tests.support.runs import RunFolder
 
+from holdfast.cli.mcp import chosen_token
 from holdfast.cli.shared.index import choose_root
 from holdfast.contracts import environment
 from holdfast.contracts.disk.mirrors import Tiers
@@ -23,7 +24,7 @@ from holdfast.contracts.disk.paths import default_root, holdfast_home
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import HoldfastError, NoticeError, SpecError
 from holdfast.contracts.records.history import load_history
-from holdfast.contracts.spec.checkpoint import write_limit
+from holdfast.contracts.spec.checkpoint import doubling_steps, write_limit
 from holdfast.flows.flow_run_link import artifacts
 from holdfast.flows.parameters import load_spec
 from holdfast.lineage.database.engine import parse_url
@@ -96,6 +97,10 @@ def read_root(folder: Path) -> None:
     choose_directory(None, os.environ, "train")
 
 
+def token() -> str | None:
+    return chosen_token(None) if os.environ.get(environment.TOKEN) else None
+
+
 def tiers() -> Tiers:
     return Tiers.from_environment(os.environ)
 
@@ -115,6 +120,7 @@ EFFECTS: Final[Mapping[str, tuple[str, Callable[[Path], bool]]]] = {
         "https://h.example.org/",
         lambda f: "(https://h.example.org/runs/gpt)" in page_of(f),
     ),
+    environment.TOKEN: ("hold_x", lambda _: token() == "hold_x"),
     environment.S3_ENDPOINT: (
         "http://127.0.0.1:9",
         lambda _: s3._connect("s3://b/x").endpoint_url == "http://127.0.0.1:9",
@@ -135,6 +141,7 @@ EFFECTS: Final[Mapping[str, tuple[str, Callable[[Path], bool]]]] = {
         "/scratch",
         lambda _: Settings.of(None, None).staging.directory == "/scratch",
     ),
+    environment.CHECKPOINT_DOUBLING_STEPS: ("7", lambda _: doubling_steps() == 7),
     environment.CHECKPOINT_MIRROR: ("s3://b/x", lambda _: tiers().mirror == "s3://b/x"),
     environment.CHECKPOINT_LOCAL: ("/scratch", lambda _: tiers().local == "/scratch"),
     environment.NUMERICS: ('{"on_nan": "warn"}', lambda _: chosen_numerics().on_nan == "warn"),
@@ -152,6 +159,7 @@ BAD: Final[Mapping[str, tuple[tuple[str, ...], Callable[[Path], object]]]] = {
         lambda _: parse_url(None),
     ),
     "HOLDFAST_PAGE_URL": (ADDRESSES, checked),
+    environment.TOKEN: (("a b", "tök", "x" * 300, " "), lambda _: chosen_token(None)),
     environment.S3_ENDPOINT: (ADDRESSES, checked),
     environment.NOTICES_URL: ((*ADDRESSES, "https://127.0.0.1"), checked),
     environment.CONFIG: (("", "{", "[]", "5", " "), lambda _: config()),
@@ -169,6 +177,10 @@ BAD: Final[Mapping[str, tuple[tuple[str, ...], Callable[[Path], object]]]] = {
     environment.CHECKPOINT_WRITE_LIMIT: (
         ("x", "-5", "0", "1.5", " ", "7m", "200mb", "9" * 30, "9" * 5000),
         lambda _: write_limit(),
+    ),
+    environment.CHECKPOINT_DOUBLING_STEPS: (
+        ("x", "-5", "0", "1.5", " ", "\u0664", "9" * 30, "9" * 5000),
+        lambda _: settings(),
     ),
     environment.CHECKPOINT_MIRROR: (("x", "s3://", "s3://u:p@b/x", " "), lambda _: tiers()),
     environment.CHECKPOINT_LOCAL: (("x", " ", "s3://b/x", "~/x"), lambda _: tiers()),

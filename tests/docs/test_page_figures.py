@@ -16,7 +16,7 @@ from holdfast.api import connections, security, sessions
 from holdfast.contracts.disk import journal, manifest, reading
 from holdfast.contracts.spec.sections import Numerics, Supervision
 from holdfast.contracts.states import Cause
-from holdfast.flows.supervisor import summary, supervise
+from holdfast.flows.supervisor import limits, summary
 from holdfast.trainer import metrics
 from holdfast.trainer.export import __main__ as export
 from holdfast.trainer.importing import write
@@ -25,10 +25,9 @@ from holdfast.trainer.numerics import detector
 from holdfast.trainer.trackers import sink
 from holdfast.workers import health
 from holdfast.workers.agent.watch import hangs, heartbeat, rank_watch, silence
-from holdfast.workers.agent.watch import hangs as stragglers
 from holdfast.workers.agent.watch.silence import LIMITS
 from holdfast.workers.decisions import exclusions, flush_forecast, grace, policy
-from holdfast.workers.nodes import heartbeats
+from holdfast.workers.nodes import calibration, heartbeats
 from holdfast.workers.runs import request
 
 WORDS: Final = {
@@ -78,7 +77,7 @@ HANGS: Final = (
     f"`supervision.restarts_in_place` ({default(Supervision, 'restarts_in_place'):g})",
     f"the budget of `hang` ({policy.BUDGETS[Cause.HANG]})",
     f"in three windows of {word(hangs.STRAGGLER_WINDOW_S)} seconds in a row",
-    f"more than {stragglers.SLOW_FACTOR} × the median of its peers",
+    f"more than {calibration.SLOW_FACTOR} × the median of its peers",
     f"has not changed for {word(heartbeats.BEATS_MISSED_MAX)} heartbeats",
     f"more than {heartbeats.CLOCK_SKEW_S:g} s in the future",
     f"jumps by {heartbeat.CLOCK_JUMP_S:g} s or more",
@@ -101,8 +100,8 @@ PAGES: Final[dict[str, tuple[str, ...]]] = {
     "hangs": HANGS,
     "troubleshooting": TROUBLES,
     "alerts": (
-        f"looks every {supervise.LOOK_S:g} s",
-        f"`gpu_hours_max`: {supervise.GPU_HOURS_SHARE:.0%} of these".replace("%", " %"),
+        f"looks every {limits.LOOK_S:g} s",
+        f"`gpu_hours_max`: {limits.GPU_HOURS_SHARE:.0%} of these".replace("%", " %"),
     ),
     "numerics": (
         (

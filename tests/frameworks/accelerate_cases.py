@@ -18,13 +18,13 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from tests.frameworks import accelerate_program
+from tests.support.forked_child import start_child
 
 from holdfast.contracts.environment import CHECKPOINT_INTERVAL
 
@@ -61,11 +61,7 @@ def run(ranks: int, settings: dict[str, Any], store: Path) -> list[int]:
 
 
 def fork(rank: int, ranks: int, settings: dict[str, Any], store: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
+    def train() -> None:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ |= {name: str(value) for name, value in names.items()}
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -76,16 +72,8 @@ def fork(rank: int, ranks: int, settings: dict[str, Any], store: Path) -> int:
         else:
             sys.argv = ["accelerate_program.py", json.dumps(settings)]
             accelerate_program.main()
-        status = 0
-    except SystemExit as end:
-        status = int(end.code or 0)
-    except BaseException:
-        # The child ends here in any case.
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+
+    return start_child(train)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ import signal
 import socket
 import sys
 import time
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
+from tests.support.forked_child import start_child
 from tests.support.rank_programs import run_program
 
 LAUNCH_S: Final = 90.0
@@ -100,11 +100,7 @@ def launch(program: Any, ranks: int, settings: dict[str, Any], mark: Any) -> lis
 def _fork(
     program: Any, rank: int, ranks: int, port: int, settings: dict[str, Any], mark: Any
 ) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
+    def train() -> None:
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -116,16 +112,8 @@ def _fork(
             "TORCHELASTIC_RUN_ID": "forked",
         }
         program.train(settings, mark)
-        status = 0
-    except SystemExit as left:
-        status = int(left.code or 0)
-    except BaseException:
-        # The child ends here in any case, and its status says that it failed.
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+
+    return start_child(train)
 
 
 def notes_of(folder: Path, rank: int) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks import lightning as drop_in
 from holdfast.trainer.frameworks.lightning import Fabric
-from holdfast.trainer.frameworks.lightning.fabric_drop_in import schedulers_of
-from holdfast.trainer.frameworks.lightning.fabric_elastic import check_strategy
+from holdfast.trainer.frameworks.lightning.fabric_drop_in import check_strategy, schedulers_of
 
 EXAMPLE: Final = Path(fabric_program.__file__).parents[2] / "examples" / "fabric"
 # Kind → cases: a signal, a place, its number there, the steps between checkpoints. An epoch of

@@ -50,8 +50,7 @@ from holdfast.contracts.states import AttemptState
 from holdfast.trainer import Session
 from holdfast.trainer.frameworks.lightning import Holdfast
 from holdfast.trainer.frameworks.lightning.callback import check
-from holdfast.trainer.frameworks.lightning.fit import TrainerFit
-from holdfast.trainer.frameworks.lightning.state import FORMAT, SharedState
+from holdfast.trainer.frameworks.lightning.fit import FORMAT, SharedState, TrainerFit
 from holdfast.workers.runs.feasibility import Feasibility
 
 PROGRAM: Final = Path(lightning_program.__file__)

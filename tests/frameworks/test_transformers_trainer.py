@@ -92,10 +92,10 @@ class Stream(IterableDataset[dict[str, Any]]):
         return (sentences[index] for index in range(12))
 
 
-def test_a_dataset_without_an_index_is_refused(make: Make) -> None:
+def test_a_stream_that_names_no_shards_is_refused(make: Make) -> None:
     trainer = trainer_of(make("run"), max_steps=3)
     trainer.train_dataset = Stream()
-    with pytest.raises(SpecError, match="a Stream without an index"):
+    with pytest.raises(SpecError, match="the stream Stream names no shards"):
         trainer.train()
 
 

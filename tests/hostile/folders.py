@@ -235,6 +235,7 @@ def _escapes(target: Target) -> None:
         _event(EventKind.SAVE_FAILED, checkpoint=said, step=1, error=said),
         _event(EventKind.HANG_CONFIRMED, attempt=1, finding=said, dumps=[said]),
         _event(EventKind.EXPORTED, checkpoint=target.checkpoint.name, path=said, format=said),
+        _event(EventKind.METRIC, checkpoint=target.checkpoint.name, metric=said, value="nan"),
         _event(EventKind.PINNED, checkpoint=target.checkpoint.name, by=said, note=said),
         _event(EventKind.ATTEMPT_ENDED, attempt=2, state="failed", cause=said, evidence=[said]),
         _event(EventKind.FORKED, checkpoint=target.checkpoint.name, into_run=said, into_uid=said),

@@ -128,6 +128,7 @@ def write_commands(testbed: Testbed, name: str) -> list[list[str]]:
     return [
         ["pin", checkpoint],
         ["unpin", checkpoint],
+        ["metric", checkpoint, "accuracy=0.5"],
         ["prune", run, "--yes", "--json"],
         ["resume", run],
         ["relaunch", run],
@@ -201,6 +202,19 @@ def _text_of(work: Callable[..., object], *arguments: object) -> str:
     return str(work(*arguments))
 
 
+def _errors_of(paths: RunPaths) -> str:
+    """What the server reads about the errors of a run's first attempt."""
+    from holdfast.api.errors.files import ErrorFiles, ReadBudget
+    from holdfast.api.errors.records import LaunchEnd
+    from holdfast.api.errors.stacks import read_stacks
+    from holdfast.contracts.disk.rank_logs import choose_attempt
+
+    attempt = choose_attempt(paths, 1)
+    files = ErrorFiles(attempt, {}, ReadBudget())
+    found = files.of_ranks(LaunchEnd(number=1, ending="crashed", cause=""))
+    return f"{found} {files.of_others()} {read_stacks(attempt, (), (), ReadBudget())}"
+
+
 def test_server_indexes_readable_runs_and_reads_no_log_outside_a_run(
     testbed: Testbed, index: Path
 ) -> None:
@@ -209,8 +223,8 @@ def test_server_indexes_readable_runs_and_reads_no_log_outside_a_run(
 
     def serve() -> dict[str, object]:
         os.environ["HOLDFAST_DATABASE_URL"] = f"sqlite:///{database}"
-        from holdfast.api import logs
         from holdfast.api.hub import Hub
+        from holdfast.api.logs import parts as logs
         from holdfast.api.store import IndexStore
         from holdfast.api.vitals import read_nodes
         from holdfast.api.watch import Watch
@@ -246,6 +260,7 @@ def test_server_indexes_readable_runs_and_reads_no_log_outside_a_run(
 
             for one in (
                 timed(f"log {name}", look),
+                timed(f"errors {name}", partial(_errors_of, paths)),
                 timed(f"nodes {name}", partial(_text_of, read_nodes, paths, 2)),
                 timed(f"step {name}", partial(_text_of, live_step, paths)),
             ):

@@ -114,7 +114,7 @@ def supervisors_recorded() -> Iterator[list[str]]:
 
     started: list[str] = []
 
-    def start_here(paths: RunPaths) -> Any:
+    def start_here(paths: RunPaths, *_: object) -> Any:
         started.append(paths.name)
         return start.Started()
 

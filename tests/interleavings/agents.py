@@ -22,8 +22,8 @@ from holdfast.contracts.disk.paths import MANIFEST, AttemptPaths, CheckpointName
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.lead import Ended
+from holdfast.workers.agent.leading import build_outcome, leave_outcome
 from holdfast.workers.agent.node import CrashReport
-from holdfast.workers.agent.outcome import build_outcome, leave_outcome
 from holdfast.workers.agent.restart import find_attempt
 from holdfast.workers.agent.stops.sources import StopRequest, StopWatch
 from holdfast.workers.agent.successor import wait_for_verdict
@@ -202,6 +202,8 @@ class Agent:
             ),
             root=nobody,
             health=nobody,
+            gpus=nobody,
+            slow=nobody,
             program=None,
             verdict="",
             bad_ending=lambda ended: ended.crash_report.classify(()),

@@ -28,6 +28,11 @@ ENDED_KNOWN_S: Final = 300.0
 WAITS: Final = frozenset({"PENDING", EXPEDITING})
 LIVE: Final = frozenset({*WAITS, HELD, "RUNNING", "COMPLETING"})
 _OPTION: Final = re.compile(r"^#SBATCH --?([a-zA-Z-]+)(?:=(.*))?$", re.MULTILINE)
+# The letters of squeue's long names. None stands for the count of restarts.
+_LETTERS: Final = {
+    "JobID": "i", "State": "T", "Reason": "r", "NodeList": "N", "StartTime": "S",
+    "EndTime": "e", "BatchHost": "B", "RestartCnt": "c", "Name": "j",
+}  # fmt: skip
 _REQUEST: Final = re.compile(r"(/\S+/request\.json)")
 
 
@@ -73,6 +78,8 @@ class Node:
     is_up: bool = True
     # GPUs that other users' jobs hold.
     taken: int = 0
+    # Why its operator drains it: its jobs go on, and no other one starts on it.
+    drained: str = ""
 
 
 @dataclass
@@ -85,6 +92,8 @@ class Cluster:
     nodes: dict[str, Node] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
     silent_until: float = 0.0
+    # While it is silent, it does what it is asked. Only its answers are lost.
+    hears: bool = False
     # The next submission is accepted, and its answer does not arrive.
     loses_answer: bool = False
     submissions: list[tuple[float, str]] = field(default_factory=list)
@@ -98,7 +107,7 @@ class Cluster:
 
     def schedule(self) -> None:
         """Start the pending jobs that fit, expedited ones first, then the oldest."""
-        if self.is_silent:
+        if self.is_silent and not self.hears:
             return
         for job in sorted(self.jobs.values(), key=lambda job: job.state != EXPEDITING):
             if job.state not in WAITS or self.stage.now - job.submitted_at < START_S:
@@ -109,6 +118,7 @@ class Cluster:
                 node.name
                 for node in self.nodes.values()
                 if node.is_up
+                and not node.drained
                 and node.partition == job.partition
                 and node.name not in job.exclude
                 and self.free_on(node) >= job.gpus
@@ -187,6 +197,8 @@ class Cluster:
             return self._unknown(words)
         self.stage.call("order" if name == "scancel" else "ask", "scheduler")
         if self.is_silent:
+            if self.hears:
+                answer(words)
             self.stage.sleep(SILENT_S)
             return 1, "", f"{name}: error: {SILENT}"
         return answer(words)
@@ -198,7 +210,7 @@ class Cluster:
     def _sbatch(self, words: list[str]) -> tuple[int, str, str]:
         self.stage.call("order", "scheduler")
         failed = "sbatch: error: Batch job submission failed: "
-        if self.is_silent:
+        if self.is_silent and not self.hears:
             self.stage.sleep(SILENT_S)
             return 1, "", failed + SILENT
         text = Path(words[-1]).read_text()
@@ -228,7 +240,7 @@ class Cluster:
         self.jobs[job.id] = job
         self.submissions.append((self.stage.now, job.name))
         self.stage.call("order", "scheduler")
-        if self.loses_answer:
+        if self.loses_answer or self.is_silent:
             self.loses_answer = False
             self.stage.sleep(SILENT_S)
             return 1, "", failed + "Socket timed out on send/recv operation"
@@ -237,15 +249,20 @@ class Cluster:
     def _squeue(self, words: list[str]) -> tuple[int, str, str]:
         names = {w.partition("=")[2] for w in words if w.startswith("--name=")}
         is_all = "all" in words
+        if "-O" in words:
+            fields = [name.partition(":")[0] for name in words[-1].split(",")]
+            form = "".join(f"%{_LETTERS[name]}|" for name in fields)
+        else:
+            form = words[words.index("-o") + 1]
         rows = [
-            words[words.index("-o") + 1]
-            .replace("%i", job.id)
+            form.replace("%i", job.id)
             .replace("%T", job.state.split(" ")[0])
             .replace("%r", self._reason(job))
             .replace("%N", ",".join(job.hosts))
             .replace("%S", _time(job.started_at, "N/A"))
             .replace("%e", _time(job.ended_at, "N/A"))
             .replace("%B", job.batch_host or "n/a")
+            .replace("%c", str(job.restarts))
             .replace("%j", job.name)
             for job in self.jobs.values()
             if self._known(job) and (job.is_live or is_all) and (not names or job.name in names)
@@ -308,10 +325,13 @@ class Cluster:
         if set(given) == {"JobId", "Requeue"}:
             job.is_expedited = given["Requeue"] != "0"
             return 0, "", ""
-        if set(given) != {"JobId", "ExcNodeList"}:
+        if set(given) not in ({"JobId", "ExcNodeList"}, {"JobId", "Dependency"}):
             return self._unknown(words)
         if job.state != "PENDING":
             return 1, "", "scontrol: error: Job is no longer pending execution"
+        if "Dependency" in given:
+            job.after = given["Dependency"]
+            return 0, "", ""
         job.exclude = frozenset(filter(None, given["ExcNodeList"].split(",")))
         return 0, "", ""
 
@@ -320,13 +340,15 @@ class Cluster:
         state = "DOWN" if not node.is_up else "ALLOCATED" if used else "IDLE"
         return (
             f"NodeName={node.name} CPUAlloc={used} CPUTot=16 Gres=gpu:{node.gpus} "
-            f"GresUsed=gpu:{used} State={state} Partitions={node.partition}\n"
+            f"GresUsed=gpu:{used} State={state}{'+DRAIN' if node.drained else ''} "
+            f"Partitions={node.partition}{f' Reason={node.drained}' if node.drained else ''}\n"
         )
 
     def _job_line(self, job: Job) -> str:
         return (
             f"JobId={job.id} JobName={job.name} JobState={job.state.split(' ')[0]} "
             f"Reason={self._reason(job)} Restarts={job.restarts} "
+            f"Dependency={f'afterany:{job.after}(unfulfilled)' if job.after else '(null)'} "
             f"StartTime={_time(job.started_at, 'Unknown')} "
             f"EndTime={_time(job.ended_at, 'Unknown')} "
             f"NodeList={','.join(job.hosts) or '(null)'} BatchHost={job.batch_host} "

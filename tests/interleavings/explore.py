@@ -65,6 +65,12 @@ def _silence(world: World) -> None:
     world.cluster.silent_until = world.stage.now + SILENT_S
 
 
+def _slow(world: World) -> None:
+    """Slurm does what it is asked, and its answers come too late."""
+    _silence(world)
+    world.cluster.hears = True
+
+
 def _preempt(world: World) -> Actor | None:
     """Slurm takes the job back by a signal."""
     for agent, actor in world.agents.values():
@@ -117,6 +123,10 @@ ITEMS: Final = {
 }
 
 
+# Only for runs with a successor or a restart. Played with every other actor, it would take long.
+SLOW: Final = Item("slow", _slow, ALL, is_process=False)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One way to play two actors: `first` is held before its call number `held_at` + 1."""
@@ -151,7 +161,8 @@ def play(situations: Situations, schedule: Schedule) -> Played:
     situation = situations.get(schedule.situation, schedule.flavour)
     with world_at(situations.base, 0.0, situation) as world:
         world.started_as = situation.name
-        first, second = ITEMS[schedule.first], ITEMS[schedule.second]
+        known = {**ITEMS, SLOW.name: SLOW}
+        first, second = known[schedule.first], known[schedule.second]
         before(world, situation, first, second)
         one = _begin(world, first, schedule.held_at)
         two = second.start(world)

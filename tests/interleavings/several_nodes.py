@@ -7,8 +7,9 @@ within a second that its lead is. What they then read, decide and write is real.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -20,16 +21,28 @@ from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.workers.agent import leading, member
 from holdfast.workers.agent.claim import claim, wait_for_claim
 from holdfast.workers.agent.context import AgentContext, NodePlace, load_context, take_number
+from holdfast.workers.agent.leading import build_outcome
 from holdfast.workers.agent.losses import (
     events_of_leads,
     launches_before,
     lost_numbers,
+    lost_of_launch,
+    may_continue_without,
     plan_without,
+    plan_without_drained,
+    stop_of,
 )
-from holdfast.workers.agent.outcome import build_outcome
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.stops.sources import StopRequest, StopWatch
-from holdfast.workers.agent.succession import FIRST, SupersededError, renew
+from holdfast.workers.agent.succession import (
+    FIRST,
+    SupersededError,
+    begin_term,
+    leads,
+    renew,
+    step_back,
+)
+from holdfast.workers.decisions.drained_nodes import DrainPlan
 from holdfast.workers.nodes.heartbeats import HeartbeatWriter
 
 if TYPE_CHECKING:
@@ -100,6 +113,14 @@ class JobOfNodes:
         node.actor.is_killed = True
         self.world.cluster.nodes[node.host].is_up = False
 
+    def resume(self, number: int) -> None:
+        """The operator lets jobs start on a drained node again."""
+        self.world.cluster.nodes[self.nodes[number].host].drained = ""
+
+    def drain(self, number: int) -> None:
+        """The operator drains a node. It stays up."""
+        self.world.cluster.nodes[self.nodes[number].host].drained = "bad_DIMM"
+
     def cut(self, number: int) -> None:
         """A node loses its connections to the others, and lives on."""
         self.nodes[number].is_cut = True
@@ -125,7 +146,7 @@ class PlayedNode:
         self.launch = 0
         self.heartbeat = SimpleNamespace(launch=0)
         self.place = NodePlace(node=number, nodes=0)
-        self.is_cut, self.has_left = False, False
+        self.is_cut, self.has_left, self.is_released = False, False, False
         # Whose lead it has joined.
         self.follows = -1
 
@@ -144,6 +165,9 @@ class PlayedNode:
 
     def drain(self, timeout_s: float, **_: object) -> bool:
         return True
+
+    def note(self, text: str) -> None:
+        """Do nothing: no decision reads notes."""
 
     def hears(self, other: PlayedNode) -> bool:
         is_cut: bool = self.is_cut or other.is_cut
@@ -177,6 +201,8 @@ class PlayedNode:
         self.follows = 0
         while not self.group.finished & {self.follows}:
             time.sleep(NOTICED_S)
+            if self.is_released:
+                return
             lead = self.group.nodes[self.follows]
             if self.hears(lead) or self.follows in self.group.finished:
                 continue
@@ -200,11 +226,12 @@ class PlayedLead:
         self.group = node.group
         self.attempt = context.attempt.number
         self.size = context.nodes
-        self.term, self.is_successor = FIRST, False
+        self.term, self.begun_term, self.is_successor = FIRST, FIRST, False
         self.members: list[PlayedNode] = []
         self.spares: list[PlayedNode] = []
         self.lost: list[str] = []
         self.stops = StopWatch(context, lambda: 1.0)
+        self.stop: StopRequest | None = None
         self.began, self.first = time.time(), 0
 
     def run(self) -> None:
@@ -228,8 +255,11 @@ class PlayedLead:
         trained = [one for one in found if one.heartbeat.launch == launch]
         self.members = sorted(trained, key=lambda one: one.place.node)
         self.spares = [one for one in found if one not in trained]
-        self.lost = [lost_host, *(one.host for one in nodes if one not in found)]
-        self._lead(starts=self._rearranges())
+        unjoined = [one.host for one in nodes if one not in found]
+        missing = self.size - 1 - len(self.members)
+        self.lost = lost_of_launch(missing, lead=lost_host, unjoined=unjoined, events=events)
+        self.stop = stop_of(events)
+        self._lead(starts=self.stop is None and self._rearranges())
 
     def _has(self, one: PlayedNode) -> bool:
         return one.follows == self.node.number and self.node.hears(one)
@@ -240,20 +270,30 @@ class PlayedLead:
             time.sleep(NOTICED_S)
 
     def _lead(self, *, starts: bool) -> None:
-        stop: StopRequest | None = None
         try:
             with closing(HeartbeatWriter(self.context.attempt)) as beats:
-                while starts and stop is None:
+                while starts and self.stop is None:
                     self._start()
-                    stop = self._watch(beats)
-                    starts = stop is None and self._rearranges()
-            self._end(stop)
+                    plan = self._watch(beats)
+                    starts = self.stop is None and self._continues(plan)
+            self._end(self.stop)
         except SupersededError:
             self._end_launch()
-        if self.is_successor:
+        if (self.is_successor or self.lost) and leads(self.context):
             leading.end_job(self.context)
 
+    def _begin_term(self) -> None:
+        """Do what `Lead._begin_term` does."""
+        if self.term == self.begun_term:
+            return
+        for one in self.members:
+            if self._has(one):
+                one.place = replace(one.place, term=self.term)
+        begin_term(self.context, self.term)
+        self.begun_term = self.term
+
     def _start(self) -> None:
+        self._begin_term()
         launch = take_number(self.context.attempt)
         nodes = (self.node, *self.members)
         facts: dict[str, Any] = {"attempt": self.attempt, "launch": launch}
@@ -264,18 +304,15 @@ class PlayedLead:
                 one.launch = one.heartbeat.launch = launch
         self.group.launches[launch] = nodes
 
-    def _watch(self, beats: HeartbeatWriter) -> StopRequest | None:
-        """Train until a node is lost or a stop is requested; return the stop."""
+    def _watch(self, beats: HeartbeatWriter) -> DrainPlan:
+        """Train until a node is lost or a stop is requested, or until there are nodes to leave."""
         while True:
             beats.write([])
             time.sleep(TURN_S)
             self.group.step += 1
-            if self.node.signals:
-                stop, _ = self.stops.from_signal(self.node.signals.pop(0), time.time())
-            else:
-                stop = self.stops.from_file(time.time())
-            if stop is not None:
-                return stop
+            if self._is_stopped():
+                return DrainPlan()
+            before = [*self.members, *self.spares]
             self.spares = [one for one in self.spares if self._has(one)]
             gone = [one for one in self.members if not self._has(one) or not one.launch]
             for one in gone:
@@ -284,22 +321,73 @@ class PlayedLead:
                 self.journal.append(EventKind.NODE_LOST, **facts, detail="gone")
             if gone:
                 self.lost = [one.host for one in gone]
+                self._give_way(before)
                 self.term = renew(self.context)
                 self._end_launch()
-                return None
+                return DrainPlan()
+            if (plan := self._departure()).way:
+                # All ranks stop after the same step.
+                self._end_launch("drained")
+                return plan
 
-    def _end_launch(self) -> None:
+    def _departure(self) -> DrainPlan:
+        """Decide as `Departure.look` does, and let drained spare nodes go."""
+        spares = [one.host for one in self.spares]
+        plan = plan_without_drained(
+            self.context,
+            drained=self.stops.drained,
+            training=[self.node.host, *(one.host for one in self.members)],
+            spares=spares,
+        )
+        self._release(plan.released)
+        return plan
+
+    def _release(self, hosts: Collection[str]) -> None:
+        for one in (*self.members, *self.spares):
+            one.is_released = one.is_released or one.host in hosts
+        self.spares = [one for one in self.spares if one.host not in hosts]
+
+    def _continues(self, plan: DrainPlan) -> bool:
+        """Decide on the next launch, as `Lead._depart` and `Lead._may_go_on` do."""
+        if not plan.way:
+            return self._rearranges()
+        self._release(plan.leave)
+        gone = [one.host for one in self.members if not self._has(one)]
+        self.lost = list(dict.fromkeys([*plan.leave, *gone]))
+        if gone:
+            return self._rearranges()
+        self.term = renew(self.context)
+        self._take_places(plan.nodes)
+        return True
+
+    def _is_stopped(self) -> bool:
+        """Look for a stop request, as `StopListener` does."""
+        if self.node.signals:
+            self.stop, _ = self.stops.from_signal(self.node.signals.pop(0), time.time())
+        elif self.stop is None:
+            self.stop = self.stops.from_file(time.time())
+        return self.stop is not None
+
+    def _give_way(self, before: list[PlayedNode]) -> None:
+        """Do what `Lead._give_way` does, when nodes of `before` have fallen silent."""
+        silent = sum(1 for one in before if not self._has(one))
+        is_cut_off = silent > 1 + len(before) - silent
+        if is_cut_off and may_continue_without(self.context, self.size, self.context.host):
+            self.node.launch = 0
+            step_back(self.context, self._is_stopped)
+
+    def _end_launch(self, ending: str = "crashed") -> None:
         launch, self.node.launch = self.node.launch, 0
         for one in self.members:
             if self._has(one):
                 one.launch = 0
         time.sleep(KILL_S)
         if launch:
-            self._journal_end(launch)
+            self._journal_end(launch, ending)
 
-    def _journal_end(self, launch: int) -> None:
+    def _journal_end(self, launch: int, ending: str = "crashed") -> None:
         facts: dict[str, Any] = {"attempt": self.attempt, "launch": launch}
-        self.journal.append(EventKind.LAUNCH_ENDED, **facts, ending="crashed", exit_code=None)
+        self.journal.append(EventKind.LAUNCH_ENDED, **facts, ending=ending, exit_code=None)
 
     def _rearranges(self) -> bool:
         """Decide on the next launch, as `Lead._may_go_on` and `NodeGroup.rearrange` do."""
@@ -307,11 +395,14 @@ class PlayedLead:
         plan = plan_without(self.context, nodes=self.size, lost=self.lost, spares=spares)
         if not plan.way:
             return False
-        present = [one for one in self.members if one.host not in self.lost] + self.spares
-        self.size = plan.nodes
-        self.members, self.spares = present[: plan.nodes - 1], present[plan.nodes - 1 :]
-        self.lost = []
+        self._take_places(plan.nodes)
         return True
+
+    def _take_places(self, nodes: int) -> None:
+        present = [one for one in self.members if one.host not in self.lost] + self.spares
+        self.size = nodes
+        self.members, self.spares = present[: nodes - 1], present[nodes - 1 :]
+        self.lost = []
 
     def _end(self, stop: StopRequest | None) -> None:
         """Write the outcome and let the others leave. Raises `SupersededError`."""

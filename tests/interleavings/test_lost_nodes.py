@@ -23,6 +23,7 @@ HANDLED_S: Final = 180.0
 NODES: Final = 4
 ORDERS: Final = ("pause", "stop", "cancel", "relaunch")
 HOLDS_MAX: Final = 16
+STALLS_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Losses:
     """Node `first` is lost, or only cut off. `then` follows once its handler made `held` changes.
 
     The handler is the agent that leads, or that takes over. `then` is an order, or the number of
-    another node that is lost.
+    another node that is lost. The handler itself stalls for `stalls_s` seconds.
     """
 
     flavour: str
@@ -38,10 +39,12 @@ class Losses:
     is_cut: bool
     then: str
     held: int
+    stalls_s: float = 0.0
 
     def __str__(self) -> str:
         how = "cut off" if self.is_cut else "lost"
-        return f"{self.flavour}: node {self.first} {how}, after {self.held} changes {self.then}"
+        then = self.then or f"a stall of {self.stalls_s} s"
+        return f"{self.flavour}: node {self.first} {how}, after {self.held} changes {then}"
 
 
 def group_of(world: World) -> JobOfNodes:
@@ -77,8 +80,13 @@ def play(situations: Situations, losses: Losses) -> list[str]:
         limit = world.stage.now + HANDLED_S
         while not handler.has_ended and handler.state != "held" and world.stage.tick(limit):
             world.watch()
+        if losses.stalls_s:
+            handler.wake_at += losses.stalls_s
+            pass_time(world, losses.stalls_s + HANDLED_S)
         if losses.then.isdecimal():
             group.lose(int(losses.then))
+            # Nothing changes while the nodes that are left wait for silence.
+            pass_time(world, HANDLED_S)
         elif losses.then:
             world.stage.run(world.order(losses.then))  # type: ignore[arg-type]
         world.leave_at(OTHERS_LEAVE_S)
@@ -91,11 +99,9 @@ def play(situations: Situations, losses: Losses) -> list[str]:
 
 def ended_too_early(world: World, group: JobOfNodes, losses: Losses) -> list[str]:
     """Return the attempt that ended although its job had the nodes to continue."""
-    # With two losses within a takeover, the attempt may end, see decision 97.
-    is_within_takeover = losses.then.isdecimal() and 0 in {losses.first, int(losses.then)}
-    # A lead that only lost its connections takes the next term first, and may end the attempt.
-    is_cut_lead = losses.is_cut and losses.first == 0
-    if losses.then in ORDERS or is_within_takeover or is_cut_lead:
+    # A spare node cannot know whether a launch trains without it, see decision 97.
+    is_all = losses.flavour == "spares" and {str(losses.first), losses.then} == {"0", "1"}
+    if losses.then in ORDERS or is_all:
         return []
     first, history = world.paths.attempt(1), world.history()
     if len(history.attempts) > 1 or history.state is not RunState.RUNNING:
@@ -107,13 +113,17 @@ def ended_too_early(world: World, group: JobOfNodes, losses: Losses) -> list[str
 
 def schedules(most: int) -> Iterator[Losses]:
     """Yield schedules, with `most` drawn points at which the second event follows."""
-    for flavour, others in (("spares", ("1", "2")), ("shrinks", ("2", "3"))):
+    for flavour, others in (("spares", ("1", "2")), ("shrinks", ("1", "2", "3"))):
         for first in (0, 1):
             for then in ("", *ORDERS, *(one for one in ("0", *others) if one != str(first))):
                 chance = random.Random(f"{flavour} {first} {then}")
                 for held in sorted(chance.sample(range(HOLDS_MAX), most if then else 1)):
                     yield Losses(flavour, first, is_cut=False, then=then, held=held)
             yield Losses(flavour, first, is_cut=True, then="", held=0)
+        # The lead is slow, and the node that it has lost is alive.
+        chance = random.Random(flavour)
+        for held in sorted(chance.sample(range(HOLDS_MAX), most)):
+            yield Losses(flavour, 1, is_cut=True, then="", held=held, stalls_s=STALLS_S)
 
 
 def play_all(situations: Situations, chosen: list[Losses], record: Record) -> list[str]:
@@ -151,5 +161,23 @@ def test_the_schedules_find_a_lead_that_takes_no_term(
     monkeypatch.setattr(succession, "heartbeat_stamp", lambda attempt: ())
     if not takes_term:
         monkeypatch.setattr(several_nodes, "renew", lambda context, **_: 2)
+        monkeypatch.setattr(several_nodes, "begin_term", lambda context, number: None)
     found = play(situations, Losses("shrinks", 0, is_cut=True, then="", held=0))
     assert ("train at once" in "".join(found[:1])) is not takes_term
+
+
+@pytest.mark.more
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("decides", [True, False])
+def test_the_schedules_find_a_lead_that_begins_a_term_that_is_void(
+    situations: Situations, monkeypatch: pytest.MonkeyPatch, decides: bool
+) -> None:
+    """It stalls after it took the term, and the node that it has lost takes over meanwhile."""
+    if not decides:
+        monkeypatch.setattr(several_nodes, "begin_term", lambda context, number: None)
+    stalls = [
+        Losses("shrinks", 1, is_cut=True, then="", held=held, stalls_s=STALLS_S)
+        for held in range(3, 8)
+    ]
+    found = (play(situations, losses) for losses in stalls)
+    assert any("train at once" in lines[0] for lines in found if lines) is not decides

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 import pytest
-from tests.interleavings.explore import ITEMS, Schedule, calls_alone
+from tests.interleavings.explore import ITEMS, SLOW, Schedule, calls_alone
 from tests.interleavings.situations import Situations
 from tests.interleavings.test_pairs import Record, play_all
 
@@ -20,7 +20,9 @@ EXPEDITE: Final = "expedite"
 MEETS: Final = (
     *("second", "cancel", "cancel now", "stop", "pause", "resume", "relaunch", "crash"),
     *("complete", "user error", "preempt", "dies", "node lost", "silent", "empty"),
+    SLOW.name,
 )
+KNOWN: Final = {**ITEMS, SLOW.name: SLOW}
 FROM: Final = {
     STANDBY: ("unfollowed", "running", "crashed", "failing", "pausing", "paused"),
     EXPEDITE: ("expediting", "running", "crashed", "failing", "pausing", "paused"),
@@ -32,7 +34,7 @@ KNOWN_AS: Final = {"unfollowed": "running", "expediting": "crashed"}
 def _places(first: str, second: str, flavour: str) -> Iterator[str]:
     for name in FROM[flavour]:
         known = KNOWN_AS.get(name, name)
-        if all(known in ITEMS[one].situations for one in (first, second)):
+        if all(known in KNOWN[one].situations for one in (first, second)):
             yield name
 
 
@@ -42,9 +44,9 @@ def _chosen(
     """Yield schedules in which the first actor is held at `most` drawn calls, and at none."""
     for name in _places(first, second, flavour):
         yield Schedule(name, flavour, first, second, None)
-        if not ITEMS[first].is_process:
+        if not KNOWN[first].is_process:
             continue
-        calls = calls_alone(situations, name, flavour, ITEMS[first], ITEMS[second])
+        calls = calls_alone(situations, name, flavour, KNOWN[first], KNOWN[second])
         changes = [n for n, call in enumerate(calls) if call.kind not in {"read", "list"}]
         chance = random.Random(f"{name} {first} {second}")
         for number in sorted(chance.sample(changes, min(most, len(changes)))):

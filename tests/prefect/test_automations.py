@@ -32,7 +32,7 @@ from tests.support.receivers import Webhook
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.records.history import load_events
-from holdfast.flows.automations import is_alert, shipped
+from holdfast.flows.deploying import is_alert, shipped
 
 ALERTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "holdfast.attempt.hang-confirmed": ({}, {}),

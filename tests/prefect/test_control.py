@@ -140,8 +140,9 @@ def test_prefect_shows_preemptions_failures_and_artifacts(runs: FlowRuns) -> Non
     wait_for("an estimate", lambda: "of 6,000, about" in artifacts()["progress"]["description"], 90)
     found = artifacts()
     text = found["run"]["data"]
-    assert "```mermaid\nflowchart BT" in text
-    assert "step-00000010.a0001.l01" in text
+    assert re.search(r"^- attempt 1 \(2 ranks\): .*`step-00000010.a0001.l01`", text, re.MULTILINE)
+    assert re.search(r"^- attempt 2 \(2 ranks\), resumed from `", text, re.MULTILINE)
+    assert "shown" in runs.ask(f"flow_runs/{flow_run}")["tags"]
     assert "left at the present pace" in text
     runs.hurry()
     wait_for_end(paths)

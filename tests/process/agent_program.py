@@ -31,6 +31,20 @@ def main() -> None:
     train(settings)
 
 
+class Gate:
+    """State whose load lasts for as long as a file exists."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"path": self._path}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        while os.path.exists(self._path):
+            time.sleep(0.02)
+
+
 def train(settings: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
@@ -43,7 +57,8 @@ def train(settings: dict[str, Any]) -> None:
     # Makes checkpoints large but not the steps slow; its value shows the step of a copy.
     model.register_buffer("padding", torch.zeros(int(settings.get("padding", 0))))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Session(model, optimizer, seed=1) as session:
+    extra = {"gate": Gate(settings["gate"])} if "gate" in settings else None
+    with Session(model, optimizer, extra=extra, seed=1) as session:
         for step in session.steps(int(settings["steps"])):
             if step == settings.get("close_at") and os.environ["HOLDFAST_ATTEMPT"] == "1":
                 break

@@ -15,10 +15,16 @@ from holdfast.trainer import Session
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows that take `row_s` to read."""
+
+    def __init__(self, row_s: float) -> None:
+        self.row_s = row_s
+
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, row: int) -> torch.Tensor:
+        time.sleep(self.row_s)
         return torch.full((8,), float(row))
 
 
@@ -29,7 +35,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Session(model, optimizer, seed=1) as session:
         loader = DataLoader(
-            Rows(),
+            Rows(settings.get("rows_s", {}).get(str(dist.get_rank()), 0.0)),
             batch_sampler=session.sampler(64, 4, settings["steps"]),
             num_workers=1,
             prefetch_factor=1,

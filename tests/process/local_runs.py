@@ -48,6 +48,7 @@ class LocalRun:
         health: dict[str, Any] | None = None,
         config: dict[str, Any] | None = None,
         own: dict[str, Any] | None = None,
+        on: Sequence[dict[str, Any]] = (),
         spec: RunSpec | None = None,
         forks: bool = True,
         **settings: Any,
@@ -79,6 +80,7 @@ class LocalRun:
             health=health or {},
             config=config or {},
             program=own or {},
+            on=on,
             checkpoint=checkpoint or ({} if own else {"interval": 1000}),
         )
         self.paths, _ = run_folders.attach_or_create(self.spec, root, created_by="tests")

@@ -1,8 +1,9 @@
 """A small program with a poisoned sample: training on it gives a loss that is NaN.
 
 Its settings are one JSON argument: `steps`, `poison` (sample ids), `sleep_s`, and `window`, the
-skipped data as [first_step, steps]. At its end it trains a second model without a session and with
-that window from the start, and each rank writes the digests of both models' weights.
+skipped data as [first_step, steps]. Once a file `hurry` exists, steps do not sleep. At its end it
+trains a second model without a session and with that window from the start, and each rank writes
+the digests of both models' weights.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def main() -> None:
                 session.log(loss=own.step(torch.as_tensor(ids)))
                 record.write(json.dumps({"step": step, "ids": ids.tolist()}) + "\n")
                 record.flush()
-                time.sleep(settings["sleep_s"])
+                if not os.path.exists(settings.get("hurry", "")):
+                    time.sleep(settings["sleep_s"])
         weights = {"own": own.digest(), "spared": spared(settings, session).digest()}
         path = session.run_directory / f"weights{session.rank}.json"
         path.write_text(json.dumps(weights))

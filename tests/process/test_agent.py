@@ -302,7 +302,7 @@ def test_program_without_a_session_that_a_preemption_ends_is_not_complete(make: 
     """A signal to all processes of the job, and the program exits with status 0."""
     run = make(session=False, sleep_s=SLEEP_S, heeds_signals=True)
     attempt = run.submit()
-    wait_until(lambda: _said_hello(run, attempt), "the program's first line")
+    wait_until(lambda: _said_hello(run, attempt), "the first lines of both ranks")
     for process in processes_of(run.paths):
         process.send_signal(signal.SIGTERM)
     view = run.wait_for_end()
@@ -312,5 +312,6 @@ def test_program_without_a_session_that_a_preemption_ends_is_not_complete(make: 
 
 
 def _said_hello(run: LocalRun, attempt: Any) -> bool:
-    log = attempt.rank_log(0, 1, 0)
-    return log.exists() and "without a session" in log.read_text()
+    """Whether all ranks of a launch on one node run the program, with its handlers of signals."""
+    logs = [attempt.rank_log(0, 1, rank) for rank in range(run.spec.resources.gpus_per_node)]
+    return all(log.exists() and "without a session" in log.read_text() for log in logs)

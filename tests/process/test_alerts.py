@@ -79,7 +79,7 @@ def test_people_are_told_of_a_failed_run_and_addresses_stay_secret(
 def test_limit_is_told_once_when_it_is_passed(
     tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.flows.supervisor.supervise.LOOK_S", 0.1)
+    monkeypatch.setattr("holdfast.flows.supervisor.limits.LOOK_S", 0.1)
     hook = Webhook()
     with receiving(hook):
         monkeypatch.setenv("TEAM_HOOK", hook.address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -125,16 +126,14 @@ def test_a_stopped_server_is_an_error_in_time(tmp_path: Path) -> None:
             count(database)
             pids = [int(pid) for pid in _server_pids(server)]
             try:
-                for pid in pids:
-                    os.kill(pid, signal.SIGSTOP)
+                _signal_all(pids, signal.SIGSTOP)
                 with in_time(), ThreadPoolExecutor() as pool:
                     failing = pool.submit(count, database), pool.submit(open_database, url)
                 for call in failing:
                     with pytest.raises(LineageError):
                         call.result()
             finally:
-                for pid in pids:
-                    os.kill(pid, signal.SIGCONT)
+                _signal_all(pids, signal.SIGCONT)
             wait_for(lambda: _works(lambda: count(database)), 30)
             assert len(pids) > 1
 
@@ -266,6 +265,13 @@ def _works(use: Callable[[], object]) -> bool:
     except LineageError:
         return False
     return True
+
+
+def _signal_all(pids: list[int], number: int) -> None:
+    """A worker of the server may end at any time, and the others must continue all the same."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _server_pids(server: PostgresServer) -> list[str]:

@@ -21,9 +21,9 @@ from caching_mount import mounted
 from served_mounts import served
 
 from holdfast.workers.runs.manifests import committed_checkpoints
-from holdfast_bench.drills import faults
+from holdfast_bench.drills import rehearsal
 from holdfast_bench.drills.campaign import Plan, drill_throw_away
-from holdfast_bench.drills.context import TestbedContext
+from holdfast_bench.drills.rehearsal import TestbedContext
 from holdfast_bench.live_drills.kinds import select_kinds
 from holdfast_bench.live_drills.results import DrillResult
 
@@ -96,7 +96,7 @@ def test_drill_detects_a_lost_checkpoint_and_keeps_the_run(
         shutil.rmtree(paths.checkpoints / gone[0])
         return f"{gone[0]} deleted"
 
-    monkeypatch.setitem(faults.FAULTS, "straggler", lose_checkpoint)
+    monkeypatch.setitem(rehearsal.FAULTS, "straggler", lose_checkpoint)
     folder, kept = tmp_path / "drill", tmp_path / "kept"
     folder.mkdir()
     result = DrillResult(seed=1)

@@ -23,7 +23,7 @@ from holdfast.flows.supervisor.deliveries import Deliveries
 from holdfast.flows.supervisor.flow_lock import FlowLock
 from holdfast.flows.supervisor.submission import submit_next
 from holdfast.flows.supervisor.supervise import Ingestion, Supervisor
-from holdfast.lineage.database.engine import URL_VARIABLE
+from holdfast.lineage.database.sqlite_file import URL_VARIABLE
 from holdfast.lineage.index import Index
 from holdfast.lineage.queries import run_queries
 from holdfast.workers.decisions.policy import REFUSALS_MAX

@@ -21,7 +21,7 @@ from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.flows.supervisor.submission import submit_next
 from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.launch.torchrun import unwritten_in
-from holdfast.workers.agent.outcome import failed_outcome
+from holdfast.workers.agent.leading import failed_outcome
 from holdfast.workers.checkpoints import deletion
 from holdfast.workers.decisions.policy import decide
 from holdfast.workers.runs import operator, run_folders
@@ -158,7 +158,7 @@ def test_full_disk_uses_no_attempts_and_the_run_can_be_cancelled(tmp_path: Path)
         assert "will not be relaunched" in operator.request(paths, "cancel", by="ann")
         assert load_history(paths).state is RunState.CANCELLED
         _fill(root)
-        with pytest.raises(SpecError, match="already cancelled"):
+        with pytest.raises(SpecError, match="is cancelled, so there is nothing to cancel"):
             operator.request(paths, "cancel", by="ann")
         filler.unlink()
 

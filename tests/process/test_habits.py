@@ -24,7 +24,7 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer import Session
 from holdfast.trainer.session import lifetime
-from holdfast.workers.agent.outcome import judge_completion
+from holdfast.workers.agent.leading import judge_completion
 
 SAMPLES, BATCH = 24, 4
 

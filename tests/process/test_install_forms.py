@@ -27,7 +27,7 @@ PROGRAM: Final = """
 import json, pathlib
 import holdfast, holdfast.flows, holdfast.trainer, holdfast.workers
 from holdfast.contracts.version import holdfast_version
-from holdfast.lineage.database.schema import MIGRATIONS
+from holdfast.lineage.database.sqlite_file import MIGRATIONS
 folders = [pathlib.Path(folder) for folder in holdfast.__path__]
 kinds = ("*.py", "*.yaml", "py.typed")
 print(json.dumps({

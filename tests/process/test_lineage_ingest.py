@@ -200,8 +200,8 @@ def test_checkpoints_are_listed_oldest_first_with_keep_reasons(
     found = listed(database, "gpt")
     assert [c["step"] for c in found] == [50, 100, 120, 150, 200]
     reasons = [c["reason"] for c in found]
-    assert reasons[0] == "pinned, kept by rule: all"
-    assert reasons[1] == "in use as the parent of run gpt-b, kept by rule: all"
+    assert reasons[0] == "pinned, no keep rule set"
+    assert reasons[1] == "in use as the parent of run gpt-b, no keep rule set"
     assert reasons[2] == "deleted: keep.last 2: step 120 is older"
     assert reasons[3].startswith("rolled back")
     assert reasons[4].startswith("newest, exported to /exports/gpt.pt")
@@ -243,8 +243,10 @@ def test_ancestry_and_graph_cross_forks_and_deletions(database: Database, tmp_pa
     marked = [node["step"] for node in nodes if node.get("rolled_back")]
     assert marked == [150], "a rolled-back checkpoint must stay in the lineage, marked"
     kinds = {edge["kind"] for edge in run_queries.lineage_graph(database, "gpt")["edges"]}
-    # tests/frameworks/test_import.py has the edge of an imported run.
-    assert kinds == {kind.value for kind in states.EdgeKind} - {states.EdgeKind.IMPORTED_FROM}
+    # tests/frameworks/test_import.py has the edge of an imported run, and
+    # tests/api/test_consumers.py that to a consumer.
+    elsewhere = {states.EdgeKind.IMPORTED_FROM, states.EdgeKind.CONSUMED_BY}
+    assert kinds == {kind.value for kind in states.EdgeKind} - elsewhere
 
 
 @pytest.mark.more

@@ -12,8 +12,8 @@ from tests.support.postgres import PostgresServer
 from tests.support.runs import build_sample_runs
 
 from holdfast.contracts.errors import LineageError
-from holdfast.lineage.database.schema import head_revision
 from holdfast.lineage.database.schema_changes import downgrade, upgrade
+from holdfast.lineage.database.sqlite_file import head_revision
 from holdfast.lineage.database.transactions import Database, open_database
 from holdfast.lineage.ingest.reindex import reindex
 

@@ -14,14 +14,16 @@ import pytest
 from tests.support.postgres import PostgresServer
 from tests.support.runs import T0, RunFolder, build_sample_runs
 
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import NotFoundError, QueryError
+from holdfast.contracts.records.annotations import annotate
 from holdfast.contracts.states import RunState
 from holdfast.lineage.database.schema_changes import upgrade
 from holdfast.lineage.database.states import CheckpointState
 from holdfast.lineage.database.transactions import Database, open_database
 from holdfast.lineage.ingest.reindex import reindex
 from holdfast.lineage.ingest.run_ingest import forget_run, ingest_run
-from holdfast.lineage.queries import pages
+from holdfast.lineage.queries import pages, run_queries
 from holdfast.lineage.queries.comparison import compare, list_files
 from holdfast.lineage.queries.cursors import PAGE_MAX, RowPage
 from holdfast.lineage.queries.totals import list_nodes, metric_series, node_faults
@@ -40,7 +42,12 @@ def database(
     for _ in build_sample_runs(root):
         pass
     for number, uid in enumerate("cde"):
-        RunFolder(root, f"later-{uid}", uid * 32, created_at=T0 + 1000 + number // 2)
+        fields = {"tags": [f"run-{uid}", *(["llm"] if uid != "e" else [])]}
+        at = T0 + 1000 + number // 2
+        RunFolder(root, f"later-{uid}", uid * 32, fields, created_at=at)
+    given: dict[str, Any] = {"add": ["noted"], "note": "last 𝄞", "by": "ann", "via": "cli"}
+    annotate(RunPaths(root / "later-e"), **given)
+    annotate(RunPaths(root / "gpt"), "step-00000200.a0003.l01", **given)
     with contextlib.ExitStack() as stack:
         address = f"sqlite:///{folder / 'index.db'}"
         if request.param == "postgresql":
@@ -106,6 +113,11 @@ def test_run_filters(database: Database, root: Path) -> None:
     assert runs(search="c" * 32) == ["later-c"]
     assert runs(created_from=T0 + 1, created_to=T0 + 900) == ["gpt-b"]
     assert runs(root=root / "elsewhere") == []
+    assert runs(tags=("llm",)) == ["later-c", "later-d"]
+    assert runs(tags=("llm", "run-d")) == ["later-d"]
+    assert runs(tags=("LLM",)) == runs(tags=("run",)) == runs(tags=("llm", "run")) == []
+    assert pages.filter_values(database)["tags"] == ["llm", "noted", "run-c", "run-d", "run-e"]
+    assert names(pages.list_runs(database, pages.RunFilter(tags=("noted",)), sort="cost").items)
     assert len(runs(root=root)) == 5
 
     def steps(**where: Any) -> list[int]:
@@ -119,6 +131,19 @@ def test_run_filters(database: Database, root: Path) -> None:
     wanted = pages.EventFilter(kinds=("committed",), attempt=1)
     events = pages.list_events(database, "gpt", wanted).items
     assert [event["data"]["step"] for event in events] == [120, 100, 50]
+
+
+def test_tags_and_notes_are_shown(database: Database) -> None:
+    shown = run_queries.show_run(database, "later-e")
+    assert (shown["tags"], shown["note"], shown["note_by"]) == (
+        ["noted", "run-e"],
+        "last 𝄞",
+        "ann",
+    )
+    assert shown["note_at"]
+    newest = pages.list_checkpoints(database, "gpt").items[0]
+    assert (newest["tags"], newest["note"], newest["note_by"]) == (["noted"], "last 𝄞", "ann")
+    assert pages.list_checkpoints(database, "gpt").items[1]["tags"] == []
 
 
 def test_cursor_stays_valid_while_runs_are_added(database: Database, tmp_path: Path) -> None:
@@ -139,7 +164,7 @@ def test_keep_reasons_of_a_page_equal_those_of_the_whole_list(database: Database
     by_one = walk(lambda after: pages.list_checkpoints(database, "gpt", after=after, limit=1))
     reasons = {one["step"]: one["reason"] for one in by_one}
     assert reasons[200].startswith("newest, exported to /exports/gpt.pt")
-    assert reasons[100] == "in use as the parent of run gpt-b, kept by rule: all"
+    assert reasons[100] == "in use as the parent of run gpt-b, no keep rule set"
     assert reasons[120] == "deleted: keep.last 2: step 120 is older"
 
 

@@ -24,9 +24,9 @@ from holdfast.cli.main import app
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import NotFoundError
 from holdfast.lineage.database import permissions
-from holdfast.lineage.database.engine import URL_VARIABLE
 from holdfast.lineage.database.permissions import Account
 from holdfast.lineage.database.schema_changes import downgrade, upgrade
+from holdfast.lineage.database.sqlite_file import URL_VARIABLE
 from holdfast.lineage.database.transactions import Database, open_database
 from holdfast.lineage.ingest.reasons import NOTHING_KEEPS
 from holdfast.lineage.ingest.reindex import reindex
@@ -329,6 +329,10 @@ def filled(path: str) -> str:
 
 def needed(path: str) -> dict[str, str]:
     own, other = f"hidden:{CHECKPOINT}", "gpt:step-00000100.a0001.l01"
+    if path.endswith(("/log-files/part", "/log-files/download")):
+        return {"file": "flow.log"}
+    if path.endswith("/log-files/search"):
+        return {"text": "x"}
     return {"a": own, "b": other} if path.endswith("/compare") else {}
 
 

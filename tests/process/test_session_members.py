@@ -11,7 +11,7 @@ import signal
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from holdfast.contracts.errors import CheckpointError, HoldfastError, KeyMismatc
 from holdfast.trainer import ElasticSampler, Session, load_checkpoint, load_pretrained
 from holdfast.trainer.config import config
 from holdfast.trainer.data.order import DataOrder
+from holdfast.trainer.streams import Counted
 from holdfast.trainer.trackers.tracker import TrackedRun, Tracker
 
 SAMPLES, BATCH = 64, 8
@@ -393,13 +394,59 @@ def sampled(folder: Path) -> Facts:
     }
 
 
+def streamed(folder: Path) -> Facts:
+    """Streams over four shards of six numbers, each with another option."""
+    session = Parts(11).session(folder / "t")
+    numbers = {str(k): range(10 * k, 10 * k + 6) for k in range(4)}
+    source, names = Counted(list(numbers), numbers.__getitem__), map("s{}".format, count())
+
+    def batches(most: int = 100, **options: Any) -> list[Any]:
+        given = {"batch_size": 4, "collate_fn": list, "name": next(names), **options}
+        if "global_batch" in options:
+            del given["batch_size"]
+        return list(islice(session.stream(source, **given), most))
+
+    plain = batches()
+    seen = [number for batch in plain for number in batch]
+    named = session.stream(source, 1, name="mine")
+    facts = {
+        "source": sorted(seen) == sorted(one for shard in numbers.values() for one in shard),
+        "batch_size": [len(one) for one in plain] == [4] * 6,
+        "global_batch": [len(one) for one in batches(global_batch=6)] == [6] * 4,
+        "shuffle": batches(shuffle=True) != plain,
+        "buffer": batches(shuffle=True, buffer=1) != batches(shuffle=True),
+        "num_workers": sorted(chain.from_iterable(batches(num_workers=2))) == sorted(seen),
+        "collate_fn": batches(1, collate_fn=sum) == [sum(plain[0])],
+        "transform": batches(1, transform=float) == plain[:1],
+        "drop_last": len(batches(batch_size=5, drop_last=True)) == len(batches(batch_size=5)) - 1,
+        "repeat": len(batches(8, repeat=True)) == 8,
+        "open_shards": batches(open_shards=2)[0] != plain[0],
+        "seed": batches(shuffle=True, seed=1) != batches(shuffle=True, seed=2),
+        "name": "mine" in str(session._capture()[1]) and named is not None,
+        "loader": batches(1, num_workers=1, prefetch_factor=1) == plain[:1],
+    }
+    session.close()
+    return {f"Session.stream({name})": is_seen for name, is_seen in facts.items()}
+
+
 @pytest.mark.more
 def test_each_member_and_parameter_has_an_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(environment.CONFIG, raising=False)
     facts: Facts = {}
-    for play in (trained, resumed, fitted, looped, ended, overlapped, staged, loaded, sampled):
+    for play in (
+        trained,
+        resumed,
+        fitted,
+        looped,
+        ended,
+        overlapped,
+        staged,
+        loaded,
+        sampled,
+        streamed,
+    ):
         facts |= play(tmp_path)
     facts |= watched(tmp_path, monkeypatch)
     unseen = [name for name, is_seen in facts.items() if not is_seen]
@@ -430,6 +477,13 @@ MEANT: Final[Mapping[str, tuple[Any, ...]]] = {
     "Session.batches(loader)": ("text", "", [1], {1: 2}, "array"),
     "Session.enumerate(loader)": ("text", "", [1], {1: 2}, "array"),
     "Session.distributed_sampler(batch_size)": (None,),
+    "Session.stream(shuffle)": (True,),
+    "Session.stream(collate_fn)": (None,),
+    "Session.stream(transform)": (None,),
+    "Session.stream(drop_last)": (True,),
+    "Session.stream(repeat)": (True,),
+    "Session.stream(seed)": (None, -1),
+    "Session.stream(name)": ("text",),
     "Session.log(values)": (True, -1, 1 << 80, 1.5),
     "Session.observe(loss)": (True, -1, 1 << 80, 1.5),
     "Session.close(may_end_early)": (True,),
@@ -453,6 +507,7 @@ GOOD: Final[Mapping[str, Any]] = {
     "world_size": 1,
     "first_step": 1,
     "last_step": 2,
+    "source": Counted(["0"], lambda _: range(6)),
 }
 
 
@@ -470,6 +525,8 @@ def call(knob: str, value: Any, session: Session, folder: Path) -> None:
         for name, one in inspect.signature(made).parameters.items()
         if name in good and one.default is inspect.Parameter.empty and name != parameter
     }
+    if owner == "Session.stream" and parameter not in ("batch_size", "global_batch"):
+        needed["batch_size"] = 2
     found: Any = act(**needed, **{"loss" if parameter == "values" else parameter: value})
     if hasattr(found, "__enter__"):
         with found:

@@ -20,7 +20,7 @@ from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.errors import DamagedCheckpointError, HoldfastError, MirrorError
-from holdfast.trainer.loading.preparation import Meter, Preparation, SharedWork
+from holdfast.trainer.loading.restore import Meter, Preparation, SharedWork
 from holdfast.trainer.mirror.fetch import read_remote
 from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.mirror.upload import Retries, commit, read_upload, send_files

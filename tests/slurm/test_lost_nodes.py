@@ -133,6 +133,15 @@ def lines_of(run: LocalRun, kind: EventKind) -> list[dict[str, Any]]:
     return [event.data for event in run.events(kind)]
 
 
+def changes_of(run: LocalRun) -> list[dict[str, Any]]:
+    """The launches on other nodes than the one before.
+
+    On a busy machine a rank's death may be seen before its node's. Then a launch on the same nodes
+    comes in between.
+    """
+    return [one for one in lines_of(run, EventKind.LAUNCH_STARTED) if "way" in one]
+
+
 @pytest.mark.more
 @pytest.mark.timeout(400)
 def test_an_attempt_continues_on_a_spare_node_and_then_on_fewer_nodes(
@@ -159,7 +168,7 @@ def test_an_attempt_continues_on_a_spare_node_and_then_on_fewer_nodes(
             slurm.start_node("n3")
     (view,) = run.history().attempts
     assert view.cause is Cause.OPERATOR, view.evidence
-    _, second, third = lines_of(run, EventKind.LAUNCH_STARTED)
+    second, third = changes_of(run)
     assert (second["way"], second["lost"], second["joined"]) == ("spare", ["n2"], ["n4"])
     assert second["world_size"] == 3
     assert (third["way"], third["lost"], third["world_size"]) == ("shrink", ["n3"], 2)
@@ -241,8 +250,7 @@ def test_a_drill_of_a_run_on_several_nodes_expects_it_to_continue(
     assert found == [(kind, True, Recovery.IN_PLACE) for kind in ("node-loss-spare", "kill-agent")]
     (view,) = run.history().attempts
     assert view.cause is Cause.OPERATOR, view.evidence
-    _, second, third = lines_of(run, EventKind.LAUNCH_STARTED)
-    assert (second["way"], third["way"]) == ("spare", "shrink")
+    assert [one["way"] for one in changes_of(run)] == ["spare", "shrink"]
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ OTHERS = 6
 BETWEEN_S = 10
 # From the end of the lost allocation to the start of the next job, without the job that preempted.
 STARTS_S_MAX = 60.0
+# A controller that does not answer scancel in time.
+DEAF = "#!/bin/sh\necho scancel: error: Socket timed out on send/recv operation >&2\nexit 1\n"
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,44 @@ def test_a_run_with_a_successor_does_not_wait_for_the_queue(
     assert [one["successor"] for one in withdrawn] == [2]
 
 
+@pytest.mark.more
+@pytest.mark.timeout(400)
+def test_a_successor_does_not_wait_until_slurm_has_noticed_a_lost_node(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    resources = {**ALL_NODES, "nodes": 2, "standby": "successor"}
+    run = run_on_all(tmp_path / "root", resources=resources, elastic={"choices": [2]})
+    with supervised(run):
+        first = wait_until(run.paths.list_attempts, "an attempt")[0]
+        run.wait_for_step(first, 5)
+        wait_until(lambda: run.events(EventKind.COMMITTED), "a checkpoint to continue from", 60)
+        (told,) = wait_until(lambda: run.events(EventKind.SUCCESSOR_SUBMITTED), "it", 60)
+        job, claim = str(told.data["job_id"]), run.claim(first)
+        assert _dependency(job) == f"afterany:{claim.job_id}(unfulfilled)"
+        (nodes,) = slurm.run("squeue", "-h", f"--jobs={claim.job_id}", "-o", "%N").split()
+        lost = next(one for one in slurm_client.expand_hosts(nodes) if one != claim.host)
+        slurm.kill_node(lost)
+        try:
+            wait_until(lambda: _dependency(job) == "(null)", "the end of its dependency", 60)
+            second = wait_until(lambda: run.paths.list_attempts()[1:], "the next attempt")[0]
+            run.wait_for_step(second, run.history().attempts[0].last_step or 1)
+        finally:
+            wait_until(lambda: "down" in slurm.node_states()[lost], "the loss", 60)
+            slurm.start_node(lost)
+    ended, again = run.history().attempts[:2]
+    assert (ended.cause, ended.facts["lost_hosts"]) == (Cause.NODE_FAILURE, [lost]), ended.evidence
+    assert again.job_id == job
+    assert again.resumed_from is not None
+    # Its lead cancelled it before Slurm noticed the loss.
+    assert _state(claim.job_id) == "CANCELLED"
+
+
+def _dependency(job: str) -> str:
+    line = slurm_client.show_job(job)
+    assert line is not None
+    return (line.fields or {})["Dependency"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_run_without_a_successor_waits_for_the_queue(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -161,3 +201,36 @@ def test_the_successor_of_a_completed_run_ends_without_training(
     assert len(run.history().attempts) == 1
     (withdrawn,) = run.events(EventKind.SUCCESSOR_WITHDRAWN)
     assert withdrawn.data["successor"] == 1
+
+
+@pytest.mark.more
+@pytest.mark.timeout(400)
+def test_a_successor_that_cannot_be_cancelled_starts_and_does_not_train(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller is too slow for scancel, and starts the successor of a run that has ended."""
+    deaf = tmp_path / "deaf"
+    deaf.mkdir()
+    monkeypatch.setenv("PATH", f"{deaf}{os.pathsep}{os.environ['PATH']}")
+    resources = {**ALL_NODES, "nodes": 2, "standby": "successor"}
+    run = run_on_all(tmp_path / "root", resources=resources, elastic={"choices": [2]}, steps=200)
+    with supervised(run):
+        submitted = wait_until(lambda: run.events(EventKind.SUCCESSOR_SUBMITTED), "it", 120)
+        (deaf / "scancel").write_text(DEAF)
+        (deaf / "scancel").chmod(0o755)
+        job = str(submitted[0].data["job_id"])
+        wait_until(lambda: _state(job) == "COMPLETED", "its end", 180)
+        (deaf / "scancel").unlink()
+        wait_until(lambda: run.events(EventKind.SUCCESSOR_WITHDRAWN), "its withdrawal", 120)
+    (ended,) = run.history().attempts
+    assert ended.state is AttemptState.COMPLETED
+    assert ended.job_id != job
+    claim = run.claim(run.paths.attempt(1))
+    assert claim.job_id == ended.job_id
+    assert not jobs_of(slurm, run)
+
+
+def _state(job: str) -> str:
+    """Return the state of a job in the accounting; '' without one."""
+    rows = slurm_client.recorded_jobs(job_id=job)
+    return slurm_client.bare_state(rows[-1].state) if rows else ""

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 FAILED = 1
@@ -49,6 +50,8 @@ def _fork(rank: int, world_size: int, store: Path, act: Callable[[], None]) -> i
     if pid:
         return pid
     status = FAILED
+    # The threads of OpenMP, which the parent may have started, do not exist in a forked process.
+    torch.set_num_threads(1)
     try:
         os.environ |= {
             "RANK": str(rank),

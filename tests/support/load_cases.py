@@ -29,7 +29,7 @@ from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.signature import Signature, flatten
 from holdfast.trainer.planning.train_state_file import encode_train_state, read_train_state
 from holdfast.trainer.ranks.collective import ControlGroup
-from holdfast.trainer.state.fit import ResumeFit
+from holdfast.trainer.state.fresh import ResumeFit
 from holdfast.trainer.state.run_state import TrainingProgress
 from holdfast.trainer.state.train_state import TrainState
 

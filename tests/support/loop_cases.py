@@ -14,13 +14,13 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from tests.support.forked_child import start_child
 from tests.support.loop_shapes import SHAPES, Probe
 
 from holdfast.contracts.environment import CHECKPOINT_INTERVAL, CHECKPOINT_SNAPSHOTS
@@ -140,11 +140,7 @@ def launch(shape: Callable[[Probe], None], case: Case, world_size: int, store: P
 def fork(
     shape: Callable[[Probe], None], case: Case, rank: int, world_size: int, store: Path
 ) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
+    def train() -> None:
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -158,14 +154,8 @@ def fork(
         shape(case)
         dist.barrier()
         dist.destroy_process_group()
-        status = 0
-    except BaseException:
-        # The child ends here in any case.
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+
+    return start_child(train)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +14,7 @@ from typing import Any, Self
 import psutil
 import torch
 from tests.process.local_runs import LocalRun, processes_of
+from tests.support.agent_ranks import flusher_of
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -24,30 +26,37 @@ from holdfast.workers.runs import run_folders
 from holdfast.workers.runs.attempts import reserve
 from holdfast.workers.runs.request import build_request
 
+FIRST_JOB = 77
 # The commands of Slurm, which fail, because no controller answers.
 COMMANDS = ("scontrol", "squeue", "sacct", "scancel", "sinfo")
 
 
 class PlayedJob:
-    """The first attempt of a run on nodes n0, n1, …; ends all its processes when it is left."""
+    """An attempt of a run on nodes n0, n1, …; ends all its processes when it is left.
 
-    def __init__(self, folder: Path, *, nodes: int, spares: int = 0, **settings: Any) -> None:
+    Each node's processes are started by `enter(node)`, a command before theirs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        nodes: int,
+        spares: int = 0,
+        enter: Callable[[int], list[str]] = lambda node: [],
+        **settings: Any,
+    ) -> None:
         resources = {"executor": "slurm", "nodes": nodes, "gpus_per_node": 1, "gres": "none"}
         if spares:
             resources["spare_nodes"] = spares
         self.run = LocalRun(folder / "root", resources=resources, **settings)
-        found = reserve(self.run.paths, 1)
-        assert found is not None
-        self.attempt: AttemptPaths = found
-        record = run_folders.read_record(self.run.paths)
-        request = build_request(record, self.run.spec, attempt=1, gpus=nodes, reason="a test")
-        write_document(self.attempt.request, request)
+        self._nodes, self._enter = (nodes, spares), enter
         self._commands = folder / "bin"
         self._commands.mkdir()
         for name in COMMANDS:
             (self._commands / name).write_text("#!/bin/sh\necho 'no controller' >&2\nexit 1\n")
             (self._commands / name).chmod(0o755)
-        self.agents = [self._start(node) for node in range(nodes + spares)]
+        self.attempt, self.agents = self._submit(1)
 
     def __enter__(self) -> Self:
         return self
@@ -75,6 +84,20 @@ class PlayedJob:
         agent = self.agents[node].pid
         return sorted(found, key=lambda process: process.pid != agent)
 
+    def start_attempt(self, number: int) -> None:
+        """Start the next attempt on the same nodes. All agents of the one before have ended."""
+        self.attempt, self.agents = self._submit(number)
+
+    def freeze(self, node: int) -> None:
+        """Stop everything on a node. Its kernel still takes what others send."""
+        for process in self.processes_on(node):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+
+    def flusher_on(self, node: int) -> psutil.Process:
+        """The flusher of a node."""
+        return psutil.Process(flusher_of(self.agents[node].pid))
+
     def kill_node(self, node: int) -> None:
         """Kill everything on a node, as the loss of its power does."""
         for process in self.processes_on(node):
@@ -86,16 +109,26 @@ class PlayedJob:
         """Wait for a node's agent; return its exit status."""
         return self.agents[node].wait(wait_s)
 
-    def _start(self, node: int) -> subprocess.Popen[bytes]:
+    def _submit(self, number: int) -> tuple[AttemptPaths, list[subprocess.Popen[bytes]]]:
+        """Reserve an attempt, and start its agents."""
+        attempt, (nodes, spares) = reserve(self.run.paths, number), self._nodes
+        assert attempt is not None
+        record = run_folders.read_record(self.run.paths)
+        request = build_request(record, self.run.spec, attempt=number, gpus=nodes, reason="a test")
+        write_document(attempt.request, request)
+        return attempt, [self._start(attempt, node) for node in range(nodes + spares)]
+
+    def _start(self, attempt: AttemptPaths, node: int) -> subprocess.Popen[bytes]:
         variables = {
             "SLURM_PROCID": str(node),
-            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_ID": str(FIRST_JOB + attempt.number - 1),
             "SLURMD_NODENAME": f"n{node}",
             "PATH": f"{self._commands}:{os.environ['PATH']}",
         }
-        with open(self.attempt.directory / f"agent-{node}.log", "wb") as log:
+        agent = [sys.executable, "-m", "holdfast.workers.agent.main", str(attempt.request)]
+        with open(attempt.directory / f"agent-{node}.log", "wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "holdfast.workers.agent.main", str(self.attempt.request)],
+                [*self._enter(node), *agent],
                 env={**os.environ, **variables},
                 stdout=log,
                 stderr=log,

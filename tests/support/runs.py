@@ -48,6 +48,7 @@ class RunFolder:
     forked_from: str | None = None
     forked_uid: str | None = None
     forked_path: str | None = None
+    created_by: str = "tester"
 
     def __post_init__(self) -> None:
         self.spec = RunSpec(name=self.name, command=("train.py",), **self.spec_fields)
@@ -59,7 +60,7 @@ class RunFolder:
             name=self.name,
             root=str(self.root),
             created_at=self.created_at,
-            created_by="tester",
+            created_by=self.created_by,
             spec=self.spec.model_dump(mode="json"),
             spec_digest=self.spec.digest,
             forked_from=self.forked_from,

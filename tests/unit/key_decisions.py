@@ -28,12 +28,11 @@ from holdfast.contracts.spec.keep_rules import kept_by_rules
 from holdfast.contracts.spec.sections import Numerics
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.parameters import load_spec
-from holdfast.flows.supervisor.supervise import findings
-from holdfast.trainer.numerics.answer import Known, answer
-from holdfast.trainer.numerics.detector import Detector
+from holdfast.flows.supervisor.limits import findings
+from holdfast.trainer.numerics.detector import Detector, Known, answer
 from holdfast.workers.agent.launch.warm_standby import free_port
+from holdfast.workers.agent.leading import judge_completion
 from holdfast.workers.agent.notices.watch import build_clouds
-from holdfast.workers.agent.outcome import judge_completion
 from holdfast.workers.agent.watch.silence import SilenceLimits
 from holdfast.workers.checkpoints.own_checkpoints import OwnCheckpoint, why_incomplete
 from holdfast.workers.decisions.causes import Ending

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from holdfast_bench.limits.order import balanced_order
+from holdfast_bench.limits.ranks import balanced_order
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7])

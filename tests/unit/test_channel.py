@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import secrets
 import socket
@@ -23,10 +24,11 @@ from holdfast.contracts.node.channel import (
     DismissedError,
     NodeConnection,
     Peer,
+    SilentError,
     Switchboard,
 )
 from holdfast.contracts.node.clocks import Timeout
-from holdfast.contracts.node.handshake import LineSocket, Proof, listen
+from holdfast.contracts.node.handshake import SILENT_S, LineSocket, Proof, listen
 from holdfast.contracts.node.rank_status import Proposal
 from holdfast.workers.agent.member import run_member
 from holdfast.workers.agent.node import NodeReport
@@ -72,7 +74,7 @@ def test_a_reply_to_another_request_is_dropped(tmp_path: Path) -> None:
 
 def test_a_node_that_replies_too_late_is_dismissed_and_not_asked_again(tmp_path: Path) -> None:
     with joined(tmp_path) as (peer, member):
-        with pytest.raises(ConnectionError, match="no answer to propose within 0 s"):
+        with pytest.raises(SilentError, match="no answer to propose within 0 s"):
             peer.ask("propose", dict, timeout_s=0.2, serial=1, step=5).result(JOIN_S)
         assert peer.is_lost
         question = member.receive(JOIN_S)
@@ -85,6 +87,26 @@ def test_a_node_that_replies_too_late_is_dismissed_and_not_asked_again(tmp_path:
             member.reply(accepted=True)
         with pytest.raises(DismissedError, match="dismissed this node"):
             member.receive(JOIN_S)
+
+
+def test_a_node_that_closes_its_connection_is_not_silent(tmp_path: Path) -> None:
+    with joined(tmp_path) as (peer, member):
+        member.close()
+        with pytest.raises(ConnectionError, match="node 1 is lost") as raised:
+            peer.ask("report", dict, timeout_s=JOIN_S).result(JOIN_S)
+        assert not isinstance(raised.value, SilentError)
+
+
+def test_the_kernel_ends_a_connection_on_which_nothing_arrives(tmp_path: Path) -> None:
+    """Probes alone do not: a connection on which data waits for an answer sends none."""
+    with joined(tmp_path) as (peer, member):
+        transport = peer._connection._transport
+        for one in (member._line._socket, transport.get_extra_info("socket")):
+            limit_ms = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert limit_ms == 1000 * SILENT_S
+        peer._connection.connection_lost(OSError(errno.EHOSTUNREACH, "no route to host"))
+        with pytest.raises(SilentError, match="no route to host"):
+            peer.ask("report", dict, timeout_s=JOIN_S).result(JOIN_S)
 
 
 def test_an_incomplete_message_does_not_extend_the_timeout(tmp_path: Path) -> None:

@@ -376,7 +376,7 @@ def test_an_invalid_operator_request_is_refused(call: Call, ended_run: RunPaths)
     assert call("cancel", "kelp", "--json").json["state"] == "cancelled"
     answer = call("pause", "kelp")
     assert answer.status == 5
-    assert "already cancelled" in answer.err
+    assert "is cancelled, so there is nothing to pause" in answer.err
     assert call("relaunch", "kelp", "--gpus", 64).status == 2
 
 

@@ -96,7 +96,7 @@ def test_one_refused_run_does_not_stop_the_others(
     done = call("pause", "kelp", "wrack", "--json")
     assert done.status != 0
     assert [one["run"] for one in done.json] == ["wrack"]
-    assert "already cancelled" in done.err
+    assert "is cancelled, so there is nothing to pause" in done.err
 
 
 def test_show_watches_until_the_run_ends(call: Call, ended_run: RunPaths) -> None:

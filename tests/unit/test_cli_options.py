@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support.cli_calls import CliResult
+from tests.support.fake_hub import environment_of, fake_hub
 from tests.support.runs import T0, RunFolder, build_sample_runs
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 from typer.core import TyperOption
@@ -44,8 +47,10 @@ COMMANDS: dict[str, list[str]] = {
     "logs": ["gpt"],
     "wait": ["gpt"],
     "verify": [NEWEST],
+    "annotate": ["gpt", "--tag", "seen"],
     "pin": [OLDEST],
     "unpin": [OLDEST],
+    "metric": [OLDEST, "accuracy=0.5"],
     "export": [NEWEST, "--to", "torch", "--output", "/nonexistent/x"],
     "prune": ["kelp", "--dry-run"],
     "delete": ["kelp", "--dry-run"],
@@ -55,10 +60,15 @@ COMMANDS: dict[str, list[str]] = {
     "db downgrade": ["0001"],
     "db current": [],
 }
+EXPORT_S_MAX = 240.0
 # Values that an option refuses, with the exit status.
 BAD: dict[tuple[str, str], tuple[Sequence[str], int]] = {
     ("runs", "--limit"): (["0", "-1", "many"], 2),
     ("runs", "--state"): (["sleeping", ""], 2),
+    ("runs", "--tag"): (["a b", "", "x" * 65], 2),
+    ("annotate", "--tag"): (["a b", "", "x" * 65], 2),
+    ("annotate", "--untag"): (["a b", "", "seen"], 2),
+    ("annotate", "--note"): (["a\x07", "a\u202eb", "x" * 4001], 2),
     ("runs", "--since"): (["yesterday", "5", ""], 2),
     ("runs", "--sort"): (["size", ""], 2),
     ("checkpoints", "--best"): (["nothing"], 3),
@@ -79,6 +89,7 @@ BAD: dict[tuple[str, str], tuple[Sequence[str], int]] = {
     ("export", "--to"): (["zip"], 2),
     ("export", "--output"): (["/"], 5),
     ("export", "--include"): (["nothing"], 1),
+    ("export", "--push"): (["lab/small", "small", ""], 2),
     ("export", "--rename"): (["x"], 2),
     ("export", "--dtype"): (["fp16", "int8"], 2),
     ("prune", "--keep-last"): (["0", "x"], 2),
@@ -184,11 +195,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 def runs_rows(w: World) -> dict[str, bool]:
     by = ("created", "name", "step", "state", "ended")
+    w.json("annotate", "gpt", "--tag", "odd")
     found = {
         "--limit": w.runs("--limit", 1) == ["gpt-b"],
         "--state": w.runs("--state", "completed") == ["gpt"],
         "--user": (w.runs("--user", "nobody"), len(w.runs("--user", "tester"))) == ([], 3),
         "--name": w.runs("--name", "*-b", "--name", "x") == ["gpt-b"],
+        "--tag": (w.runs("--tag", "odd"), w.runs("--tag", "odd", "--tag", "Odd")) == (["gpt"], []),
         "--since": (w.runs("--since", "1h"), w.runs("--since", "2023-11-14T22:20:00+00:00"))
         == ([], ["gpt-b"]),
         "--sort": [w.runs("--sort", one)[0] for one in by] == ["gpt-b", "gpt", "gpt", "gpt", "gpt"]
@@ -310,12 +323,35 @@ def export_rows(w: World) -> dict[str, bool]:
     assert w(*call).status == 0
     found = load_file(output)
     is_file = output.is_file()
+    push = [w.home / "stock", "--to", "hf", "--push", "lab/stock", "--private"]
+    with fake_hub() as hub:
+        # The client reads its address when it is imported.
+        subprocess.run(
+            [str(Path(sys.executable).with_name("holdfast")), "export", *map(str, push)],
+            env={**os.environ, **environment_of(hub, w.home)},
+            capture_output=True,
+            timeout=EXPORT_S_MAX,
+            check=True,
+        )
     return {
+        "--push": "model.safetensors" in hub.files("lab/stock"),
+        "--private": hub.private == {"lab/stock"},
         "--to": is_file,
         "--output": is_file,
         "--include": len(found) == 1,
         "--rename": [*found] == ["c.x"],
         "--dtype": {value.dtype for value in found.values()} == {torch.float16},
+    }
+
+
+def annotate_rows(w: World) -> dict[str, bool]:
+    first = w.json("annotate", "gpt-b", "--tag", "a", "--tag", "b", "--note", "slow")
+    second = w.json("annotate", "gpt-b", "--untag", "a")
+    return {
+        "--tag": first["tags"] == ["a", "b"],
+        "--untag": (second["tags"], second["note"]) == (["b"], "slow"),
+        "--note": w.json("annotate", "gpt-b", "--note", "")["note"] is None
+        and first["note"] == "slow",
     }
 
 
@@ -367,6 +403,7 @@ ROWS: dict[str, Callable[[World], dict[str, bool]]] = {
     "logs": logs_rows,
     "wait": wait_rows,
     "export": export_rows,
+    "annotate": annotate_rows,
     "pin": pin_rows,
     "prune": prune_rows,
     "delete": delete_rows,

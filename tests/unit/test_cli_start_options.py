@@ -5,6 +5,7 @@ The options are those of the command's own parser. One without a row fails the t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -60,6 +61,9 @@ ELSEWHERE: Final = {
     ("drill", "--directory"): "tests/process/test_drill.py",
     ("fork", "--wait"): "tests/process/test_cli_local.py",
     ("init", "--partition"): "tests/slurm/test_submission.py",
+    ("mcp", "--url"): "tests/api/test_mcp.py",
+    ("mcp", "--token-file"): "tests/api/test_mcp.py",
+    ("mcp", "--allow-orders"): "tests/api/test_mcp.py",
     ("pause", "--until-capacity"): "tests/prefect/test_automations.py",
     ("serve", "--certificate"): "tests/api/test_team.py",
     ("serve", "--key"): "tests/api/test_team.py",
@@ -78,6 +82,7 @@ BAD: Final[dict[tuple[str, str], tuple[list[str], int, str]]] = {
     ("bench", "--pairs"): (["0", "-1", "x"], 2, "pair"),
     ("bench", "--ranks"): (["0", "1", "x"], 2, "rank"),
     ("bench", "--plot"): (["x.xyz"], 2, "--plot"),
+    ("bundle", "--out"): (["/none/x.tar.gz"], 3, "/none"),
     ("deploy", "--type"): (["kubernetes", ""], 2, "--type"),
     ("doctor fit", "--gpus"): (["0", "-1", "x"], 2, "--gpus"),
     ("doctor fit", "--checkpoint"): (["nothing"], 3, "nothing"),
@@ -100,6 +105,8 @@ BAD: Final[dict[tuple[str, str], tuple[list[str], int, str]]] = {
     ("init", "--name"): (["a/b", ""], 2, "--name"),
     ("init", "--partition"): (["x"], 2, "--partition"),
     ("init", "--executor"): (["kubernetes", ""], 2, "--executor"),
+    ("mcp", "--url"): (["nonsense", "ftp://a", ""], 2, "--url"),
+    ("mcp", "--token-file"): (["/none"], 3, "/none"),
     ("relaunch", "--gpus"): (["0", "-1", "x"], 2, "--gpus"),
     ("serve", "--host"): (["256.1.1.1", "nowhere.invalid"], 2, "listen"),
     ("serve", "--port"): (["-1", "65536", "x"], 2, "--port"),
@@ -145,6 +152,8 @@ def arguments_of(w: World, command: str) -> list[str]:
     torch.save({"a.x": torch.zeros(2), "b.x": torch.ones(2)}, w.home / "weights.pt")
     needed = {
         "bench": ["--directory", str(w.home)],
+        "bundle": ["gpt-b"],
+        "trace": ["gpt-b"],
         "doctor fit": ["gpt", "--gpus", "2"],
         "drill": ["--report", str(w.home / "drill.md")],
         "fork": [OLDEST, "--name", "other", "--dry-run"],
@@ -160,6 +169,12 @@ def arguments_of(w: World, command: str) -> list[str]:
     if command in {"cancel", "pause", "relaunch", "resume", "stop"}:
         return ["gpt-b"]
     return needed.get(command, [])
+
+
+def bundle_rows(w: World) -> dict[str, bool]:
+    out = w.home / "told.tar.gz"
+    told = w("bundle", "gpt-b", "--out", out)
+    return {"--out": told.status == 0 and out.is_file()}
 
 
 def submit_rows(w: World) -> dict[str, bool]:
@@ -322,6 +337,7 @@ def serve_rows(w: World) -> dict[str, bool]:
 
 
 ROWS: dict[str, Callable[[World], dict[str, bool]]] = {
+    "bundle": bundle_rows,
     "submit": submit_rows,
     "fork": fork_rows,
     "relaunch": lambda w: order_rows(w)["relaunch"],
@@ -364,19 +380,28 @@ def test_each_option_has_its_effect(world: World, command: str) -> None:
         assert name in (ROOT / ELSEWHERE[command, option]).read_text(), option
 
 
+@contextlib.contextmanager
+def reader_token(w: World) -> Iterator[None]:
+    """A token, without which a server on another address is refused first."""
+    store = TokenStore(w.home / "tokens.json")
+    store.add("bad", Role.READER)
+    try:
+        yield
+    finally:
+        store.revoke("bad")
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_option_refuses_bad_values(world: World, command: str) -> None:
     silent: list[str] = []
-    # A server on another address asks for a token first.
-    TokenStore(world.home / "tokens.json").add("bad", Role.READER)
-    for name, option in options_of(command).items():
-        if option.is_flag or name in {"--root", "--json"} or (command, name) in ANY_TEXT:
-            continue
-        values, status, part = BAD[command, name]
-        for value in values:
-            refused = world(*command.split(), *arguments_of(world, command), name, value)
-            if refused.status != status or part not in refused.err:
-                silent.append(f"{command} {name} {value!r}: {refused}")
-    TokenStore(world.home / "tokens.json").revoke("bad")
+    with reader_token(world):
+        for name, option in options_of(command).items():
+            if option.is_flag or name in {"--root", "--json"} or (command, name) in ANY_TEXT:
+                continue
+            values, status, part = BAD[command, name]
+            for value in values:
+                refused = world(*command.split(), *arguments_of(world, command), name, value)
+                if refused.status != status or part not in refused.err:
+                    silent.append(f"{command} {name} {value!r}: {refused}")
     assert not silent, "\n".join(silent)

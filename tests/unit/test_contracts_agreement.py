@@ -77,7 +77,7 @@ class Rank:
                 if word is Proposal.GO:
                     self.left_after = completed
                     return
-                if word is Proposal.SAVE:
+                if word in {Proposal.SAVE, Proposal.TEST}:
                     # A save is a collective: a missing rank would block all others.
                     self.collective.meet()
                     self.saved_after.append(completed)
@@ -137,9 +137,10 @@ def test_all_ranks_leave_after_the_same_step_at_any_pace(
     status_table.close()
 
 
+@pytest.mark.parametrize("word", [Proposal.SAVE, Proposal.TEST])
 @pytest.mark.parametrize(("seed", "slowest_s"), [(1, 0.0), (2, 0.002), (3, 0.01)])
-def test_all_ranks_save_after_the_same_step_and_later_stop_together(
-    seed: int, slowest_s: float
+def test_all_ranks_save_or_test_after_the_same_step_and_later_stop_together(
+    seed: int, slowest_s: float, word: Proposal
 ) -> None:
     status_table, handle = RankStatusTable.create(3)
     os.close(handle)
@@ -148,7 +149,7 @@ def test_all_ranks_save_after_the_same_step_and_later_stop_together(
     for thread in threads:
         thread.start()
     wait_until(lambda: status_table.oldest_entered > NOWHERE)
-    step, _ = agree_on_step([StatusPort(status_table)], word=Proposal.SAVE)
+    step, _ = agree_on_step([StatusPort(status_table)], word=word)
     wait_until(lambda: status_table.oldest_entered > step or not any(t.is_alive() for t in threads))
     stop, _ = agree_on_step([StatusPort(status_table)], first_serial=100)
     for thread in threads:

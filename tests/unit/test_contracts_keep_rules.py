@@ -62,6 +62,12 @@ ALL = [100, 200, 300, 400, 500, 600]
         # Saves by time rarely hit a multiple exactly: the first save past it is kept instead.
         ({"every_steps": 250}, {300: "every 250 steps", 500: "every 250 steps"}),
         ({"every_steps": 1}, dict.fromkeys(ALL, "every step")),
+        (
+            {"doubling_steps": 100},
+            dict.fromkeys((100, 200, 400), "doubling of 100 steps"),
+        ),
+        ({"doubling_steps": 70}, dict.fromkeys((100, 200, 300, 600), "doubling of 70 steps")),
+        ({"doubling_steps": 700}, {}),
         # Windows of two hours end at even hours.
         ({"every_hours": 2}, dict.fromkeys((100, 200, 400, 600), "every 2 h")),
         ({"every_hours": 0.5}, dict.fromkeys(ALL, "every 0.5 h")),
@@ -99,13 +105,14 @@ def test_why_not_kept_names_every_rule() -> None:
             "last": 3,
             "best": {"metric": "loss", "n": 2},
             "every_steps": 50,
+            "doubling_steps": 4,
             "every_hours": 6,
             "ttl": "7d",
         }
     )
     assert why_not_kept(Entry(10, metrics={"loss": 1.0}), keep) == (
         "not among the last 3, not among the best 2 by loss, not the first of 50 steps, "
-        "not the first of 6 h, older than 7d"
+        "not the first of a doubling of 4 steps, not the first of 6 h, older than 7d"
     )
     assert why_not_kept(Entry(10), keep).startswith("not among the last 3, without loss,")
 

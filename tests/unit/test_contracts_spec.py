@@ -15,8 +15,7 @@ from pydantic import ValidationError
 
 from holdfast.contracts.disk.digests import canonical_json, command_digest, document_digest
 from holdfast.contracts.spec.checkpoint import Checkpointing
-from holdfast.contracts.spec.node_share import NodeShare, share_of
-from holdfast.contracts.spec.resources import Resources
+from holdfast.contracts.spec.resources import NodeShare, Resources, share_of
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.sections import Launch
 

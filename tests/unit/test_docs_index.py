@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
-# Pages of docs/ that list other pages. README.md is the index for readers of the repository.
-INDEXES = ("index", "tutorials", "guides", "reference", "explanation", "project")
+# Pages of docs/ that list other pages. index.md includes README.md.
+INDEXES = ("index", "tutorials", "guides", "reference", "explanation", "README")
 INCLUDED = re.compile(r"```\{include\} \.\./(\S+)")
 TREE = re.compile(r"```\{toctree\}\n(.*?)```", re.DOTALL)
 

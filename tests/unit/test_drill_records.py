@@ -7,9 +7,8 @@ from pathlib import Path
 
 from tests.support.runs import build_sample_runs
 
-from holdfast_bench.drills.recorded_run import RecordedRun
-from holdfast_bench.drills.steps import Records, Step
-from holdfast_bench.live_drills.place import LaunchPlace
+from holdfast_bench.drills.steps import RecordedRun, Records, Step
+from holdfast_bench.live_drills.process_list import LaunchPlace
 
 
 def test_records_are_read_incrementally_and_torn_lines_are_not_steps(tmp_path: Path) -> None:

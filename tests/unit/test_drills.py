@@ -27,24 +27,21 @@ from holdfast.contracts.records.tally import LaunchSpan, Span
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.nodes.processes import name_process
-from holdfast_bench.drills import faults
+from holdfast_bench.drills import rehearsal
 from holdfast_bench.drills.campaign import Campaign, Plan, steps_for
-from holdfast_bench.drills.comparison import Comparison
-from holdfast_bench.drills.ettr import Calibration, Trained, calibrate, compare, mean_of
-from holdfast_bench.drills.node_job import NodeJob
-from holdfast_bench.drills.node_rehearsal import SCENARIOS
-from holdfast_bench.drills.prediction import Costs
-from holdfast_bench.drills.recorded_run import Cut, RecordedRun
-from holdfast_bench.drills.replica_memory import damage_copies
+from holdfast_bench.drills.ettr import Calibration, Costs, Trained, calibrate, compare, mean_of
+from holdfast_bench.drills.node_rehearsal import SCENARIOS, NodeJob
+from holdfast_bench.drills.rehearsal import Comparison
+from holdfast_bench.drills.replica_memory import damage_copies, pages_of
 from holdfast_bench.drills.report import OWN_JOBS, read_result, render_report, spread
-from holdfast_bench.drills.steps import Records, Reference, Step, difference, gaps
+from holdfast_bench.drills.steps import Cut, RecordedRun, Records, Reference, Step, difference, gaps
 from holdfast_bench.live_drills import faults as live_faults
 from holdfast_bench.live_drills import invariants
-from holdfast_bench.live_drills.fault_context import FaultContext
+from holdfast_bench.live_drills.faults import FaultContext
 from holdfast_bench.live_drills.invariants import Broken
 from holdfast_bench.live_drills.kinds import KINDS, Recovery, draw_faults, select_kinds
 from holdfast_bench.live_drills.lost_nodes import plan_without
-from holdfast_bench.live_drills.place import LaunchPlace
+from holdfast_bench.live_drills.process_list import LaunchPlace
 from holdfast_bench.live_drills.results import DrillResult, FaultResult
 from holdfast_bench.live_drills.runner import chance_of
 from holdfast_bench.live_drills.target_run import TargetRun
@@ -342,7 +339,7 @@ def test_fault_kinds_are_drawn_equally_often_and_by_the_seed() -> None:
 
 
 def test_each_fault_kind_has_an_implementation() -> None:
-    assert faults.FAULTS.keys() | SCENARIOS.keys() == set(KINDS)
+    assert rehearsal.FAULTS.keys() | SCENARIOS.keys() == set(KINDS)
     assert {name for name, kind in KINDS.items() if kind.has_own_job} == SCENARIOS.keys()
     live = {kind.name for kind in KINDS.values() if kind.is_for_live}
     assert set(live_faults.FAULTS) == live
@@ -505,7 +502,7 @@ def test_copies_are_damaged_in_the_memory_of_the_neighbour_alone() -> None:
             assert holder.stdout is not None
             assert holder.stdout.readline() == "ready\n"
         owner, neighbour = (psutil.Process(holder.pid) for holder in holders)
-        assert damage_copies(owner, neighbour) >= 8
+        assert damage_copies(pages_of(owner), neighbour) >= 8
         answers = [holder.communicate("\n", 30)[0] for holder in holders]
     assert answers == ["True\n", "False\n"]
 

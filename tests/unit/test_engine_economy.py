@@ -124,7 +124,7 @@ def test_early_decisions_come_at_growing_distances_and_miss_no_save() -> None:
     for step in range(41, 401):
         if cadence.is_due(step):
             save, next_step = cadence.decide(step, float(step))
-            cadence.update(step, next_step, saved=save, now=float(step))
+            cadence.update(step, next_step, saved=bool(save), now=float(step))
             meetings.append(step)
             saves += [step] if save else []
     assert meetings == [48, 64, 100, 200, 300, 400]
@@ -137,7 +137,7 @@ def test_an_adopted_interval_is_followed() -> None:
     for step in range(1, 3000):
         if cadence.is_due(step):
             save, next_step = cadence.decide(step, step * 0.1)
-            cadence.update(step, next_step, saved=save, now=step * 0.1)
+            cadence.update(step, next_step, saved=bool(save), now=step * 0.1)
             saves += [step * 0.1] if save else []
             cadence.adopt(50.0)
     gaps = [b - a for a, b in zip([0.0, *saves], saves, strict=False)]

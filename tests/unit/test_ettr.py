@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast_bench.drills.prediction import Costs, Fault, Stall, predict_ettr
+from holdfast_bench.drills.ettr import Costs, Fault, Stall, predict_ettr
 
 COSTS = Costs(step_s=1.0, blocked_s=0.5, flush_s=4.0, start_s=5.0, load_s=3.0)
 # 1,000 productive seconds, one start, one load, ten saves and the last flush.

@@ -27,7 +27,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.state import plain
-from holdfast.trainer.state.fit import ResumeFit
+from holdfast.trainer.state.fresh import ResumeFit
 from holdfast.trainer.state.fsdp1 import OPTIONS
 from holdfast.trainer.state.run_state import TrainingProgress
 from holdfast.trainer.state.train_state import TrainState

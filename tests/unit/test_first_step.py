@@ -1,5 +1,6 @@
 """What is loaded before the first step, and when."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,11 +11,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from tests.support.cli_calls import Call
 
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.errors import PreflightError
 from holdfast.flows import start
+from holdfast.flows.loaded_supervisor import LoadedSupervisor
 from holdfast.workers.agent.launch import loaded_torchrun
 from holdfast.workers.agent.launch.loaded_torchrun import LoadedTorchrun
+from holdfast.workers.executors.local_launch import _AgentExecutor
 
 WAIT_S = 120.0
 PROGRAM = """
@@ -35,8 +42,8 @@ print("loaded", flush=True)
     [
         ("holdfast.flows.detached", {"prefect", "sqlalchemy"}),
         ("holdfast.flows.supervisor.carry", {"prefect", "sqlalchemy", "submitit", "torch"}),
-        ("holdfast.workers.executors.local_launch", {"holdfast.workers.agent.lead", "prefect"}),
-        ("holdfast.workers.agent.main", {"pydantic"}),
+        ("holdfast.workers.executors.local_launch", {"holdfast.workers.agent", "pydantic"}),
+        ("holdfast.workers.agent.main", {"numpy", "psutil", "pydantic", "submitit"}),
     ],
 )
 def test_what_a_process_before_the_first_step_does_not_load(
@@ -45,6 +52,14 @@ def test_what_a_process_before_the_first_step_does_not_load(
     code = f"import sys, {module}; print(sorted({unwanted!r} & {{*sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", f"{module} loads more than it needs"
+
+
+def test_a_local_job_starts_the_agent_without_what_submitit_starts_first() -> None:
+    executor = _AgentExecutor.__new__(_AgentExecutor)
+    executor.python, executor.request = "python", Path("/runs/a b/attempts/0001/request.json")
+    module, path = executor._submitit_command_str.removeprefix("python -u -m ").split(" ", 1)
+    assert module == "holdfast.workers.agent.main"
+    assert path == "'/runs/a b/attempts/0001/request.json'"
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -215,3 +230,104 @@ def test_a_request_that_leads_out_of_the_run_is_left_to_the_agent(
     path.parent.mkdir(parents=True)
     path.symlink_to(other)
     assert LoadedTorchrun.of(path) is None
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    """The folder of a run that does not exist yet."""
+    return RunPaths(tmp_path / "runs" / "kelp")
+
+
+def test_a_loaded_supervisor_waits_only_once_it_is_loaded() -> None:
+    code = """
+import sys
+from holdfast.flows import detached
+wanted = {"holdfast.flows.supervisor.supervise", "holdfast.workers.runs.attempts"}
+detached.wait_until_told = lambda log: print(wanted <= {*sys.modules}, log)
+sys.exit(detached.main(["--when-told", "/runs/kelp"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True /runs/kelp/flow.log"
+
+
+def test_a_loaded_supervisor_that_no_run_needs_ends_and_writes_nothing(run: RunPaths) -> None:
+    with LoadedSupervisor(run) as loaded:
+        process = loaded._process
+        assert loaded.begin(run.directory.with_name("kelp.r2")) is None, "it is another run's"
+        assert process.poll() is None
+    assert process.returncode == 0
+    assert not run.directory.parent.exists()
+
+
+def test_a_loaded_supervisor_ends_with_a_killed_command(run: RunPaths) -> None:
+    code = f"""
+import os
+from pathlib import Path
+from holdfast.contracts.disk.paths import RunPaths
+from holdfast.flows.loaded_supervisor import LoadedSupervisor
+print(LoadedSupervisor(RunPaths(Path({str(run.directory)!r})))._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(WAIT_S)
+    assert not run.directory.parent.exists()
+
+
+def test_a_loaded_supervisor_that_has_ended_is_replaced(run: RunPaths) -> None:
+    with LoadedSupervisor(run) as loaded:
+        loaded._process.kill()
+        loaded._process.wait()
+        assert loaded.begin(run.directory) is None
+
+
+def test_a_loaded_supervisor_begins_with_the_run_and_writes_its_log(run: RunPaths) -> None:
+    run.directory.mkdir(parents=True)
+    with LoadedSupervisor(run) as loaded:
+        started = start.start_here(run, loaded)
+        assert started.process is loaded._process
+        assert loaded.begin(run.directory) is None, "it is used already"
+    # There is no run in the folder.
+    assert started.process.wait(WAIT_S) == 1
+    assert str(run.spec) in run.flow_log.read_text()
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_submit_loads_the_supervisor_of_its_run_before_the_checks(
+    is_refused: bool, call: Call, nothing_configured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.flows import forks
+
+    seen: list[str] = []
+
+    class Recorded:
+        def __init__(self, paths: RunPaths) -> None:
+            seen.append(f"load {paths.name}")
+
+        def begin(self, directory: Path) -> Any:
+            seen.append(f"begin {directory.name}")
+            return subprocess.Popen(["true"])
+
+        def close(self) -> None:
+            seen.append("close")
+
+        def __enter__(self) -> "Recorded":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.close()
+
+    def check(*_: object) -> None:
+        seen.append("check")
+        if is_refused:
+            raise PreflightError("no")
+
+    monkeypatch.setattr(start, "LoadedSupervisor", Recorded)
+    monkeypatch.setattr(forks, "check_everything", check)
+    spec = nothing_configured / "run.yaml"
+    spec.write_text(json.dumps({"name": "kelp", "command": ["t.py"]}))
+    answer = call("submit", spec, "--root", nothing_configured / "runs")
+    expected = ["load kelp", "check"] + ([] if is_refused else ["begin kelp"])
+    assert [one for one in seen if one != "close"] == expected
+    assert seen[-1] == "close"
+    assert answer.status == (5 if is_refused else 0)

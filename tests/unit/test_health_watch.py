@@ -17,8 +17,8 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.health.checks import ALLREDUCE, HealthFinding
 from holdfast.workers.agent.lead import Lead
+from holdfast.workers.agent.leading import build_outcome
 from holdfast.workers.agent.node import NodeReport
-from holdfast.workers.agent.outcome import build_outcome
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.stops.signals import SignalBox
 

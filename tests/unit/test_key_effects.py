@@ -68,6 +68,7 @@ JOBS: Final[dict[str, tuple[Any, dict[str, Any], str]]] = {
     "checkpoint.staging": ("single", {}, '"HOLDFAST_CHECKPOINT_STAGING": "single"'),
     "checkpoint.staging_directory": ("/scratch", {}, '"HOLDFAST_STAGING_DIRECTORY": "/scratch"'),
     "checkpoint.write_limit": ("5MB", {}, '"HOLDFAST_CHECKPOINT_WRITE_LIMIT": "5000000"'),
+    "checkpoint.doubling_steps": (3, {}, '"HOLDFAST_CHECKPOINT_DOUBLING_STEPS": "3"'),
     "checkpoint.mirror": ("s3://b/x", {}, '"HOLDFAST_CHECKPOINT_MIRROR": "s3://b/x"'),
     "checkpoint.local": ("/scratch", MIRROR, '"HOLDFAST_CHECKPOINT_LOCAL": "/scratch"'),
     "supervision.grace_s": (100, ON_SLURM, '"signal": "USR2@130"'),
@@ -102,6 +103,10 @@ def spec_with(key: str, value: Any, condition: dict[str, Any]) -> RunSpec:
 LOCAL: Final = {"resources": {"executor": "local", "nodes": 1}}
 # Effects that need a run, and tests that observe them.
 RUNS: Final = {
+    "tags": "unit/test_annotations.py::test_commands_change_and_show_them",
+    "on": "unit/test_consumers.py::test_an_evaluation_reports_metrics_and_keeps_its_checkpoint",
+    "resources.commit_comment": "slurm/test_commit_comments.py::"
+    "test_a_job_s_comment_has_its_newest_commit_and_keeps_its_own_words",
     "resources.standby": "slurm/test_successors.py::"
     "test_a_run_with_a_successor_does_not_wait_for_the_queue",
     "name": "process/test_cli_local.py::test_run_is_submitted_awaited_and_forked",
@@ -132,6 +137,10 @@ RUNS: Final = {
     "test_a_node_that_fails_after_a_crash_gets_no_other_launch",
     "health.timeout_s": "process/test_node_health.py::"
     "test_a_check_that_takes_too_long_ends_with_all_its_processes",
+    "health.slowdown": "unit/test_workers_hangs.py::test_a_slow_node_is_reported_as_the_spec_says",
+    "health.gpus": "unit/test_gpu_faults.py::test_a_fault_of_a_gpu_is_a_cause",
+    "health.throttled_s_max": "unit/test_gpu_faults.py::test_wear_beyond_a_limit_excludes_a_host",
+    "health.link_errors_max": "unit/test_gpu_faults.py::test_wear_beyond_a_limit_excludes_a_host",
     "alerts.targets": "process/test_alerts.py::"
     "test_people_are_told_of_a_failed_run_and_addresses_stay_secret",
     "alerts.on": "process/test_alerts.py::"

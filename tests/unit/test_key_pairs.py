@@ -32,6 +32,7 @@ RULES: Final[dict[str, Any]] = {
     "last": 1,
     "best": {"metric": "loss", "n": 2},
     "every_steps": 300,
+    "doubling_steps": 200,
     "every_hours": 2,
     "ttl": "90m",
 }

@@ -13,8 +13,8 @@ from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.records.alerts import noticed
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.spec.sections import Alerts
-from holdfast.flows.supervisor import supervise
-from holdfast.flows.supervisor.supervise import LimitWatch, findings, new_findings
+from holdfast.flows.supervisor import limits
+from holdfast.flows.supervisor.limits import LimitWatch, findings, new_findings
 
 HOUR_S = 3600.0
 
@@ -61,7 +61,7 @@ def test_budget_is_told_at_nine_tenths_and_share_after_an_hour(tmp_path: Path) -
 
 
 def test_each_passing_is_journaled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "LOOK_S", 0.0)
+    monkeypatch.setattr(limits, "LOOK_S", 0.0)
     folder = started(tmp_path, gpu_hours_max=1e-9)
     watch = LimitWatch(logging.getLogger(__name__))
     with JournalWriter(folder.paths.journal_of("flow")) as journal:

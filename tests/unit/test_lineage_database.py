@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -20,14 +21,15 @@ from tests.support.postgres import PostgresServer
 from holdfast.contracts.disk import filesystems
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.lineage.database.engine import database_url
-from holdfast.lineage.database.schema import (
+from holdfast.lineage.database import sqlite_file
+from holdfast.lineage.database.schema import current_revision
+from holdfast.lineage.database.schema_changes import connect_for_migration, downgrade, upgrade
+from holdfast.lineage.database.sqlite_file import (
     MIGRATIONS,
-    current_revision,
+    database_url,
     head_revision,
     known_revisions,
 )
-from holdfast.lineage.database.schema_changes import connect_for_migration, downgrade, upgrade
 from holdfast.lineage.database.states import STORED_EDGES, CheckpointState
 from holdfast.lineage.database.tables import METADATA
 from holdfast.lineage.database.transactions import open_database
@@ -217,3 +219,49 @@ def test_the_migrations_are_found() -> None:
     assert not (MIGRATIONS / "__init__.py").exists(), (
         "a package here would hide the alembic library"
     )
+
+
+@pytest.mark.parametrize("before", ["nothing", "empty", "current"])
+def test_a_submission_needs_no_sqlalchemy_to_check_a_usable_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOLDFAST_HOME", str(home))
+    monkeypatch.delenv("HOLDFAST_DATABASE_URL", raising=False)
+    if before == "empty":
+        home.mkdir()
+        (home / "holdfast.db").touch()
+    if before == "current":
+        open_database().close()
+    program = (
+        "import sys; from holdfast.lineage.database.sqlite_file import is_ready; "
+        "print(is_ready(), 'sqlalchemy' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["True", "False"], done
+    if before != "empty":
+        assert (home / "holdfast.db").stat().st_mode & 0o777 == 0o600
+    open_database().close()
+
+
+@pytest.mark.parametrize("case", ["older", "foreign", "no database", "relative", "server"])
+def test_what_the_quick_check_does_not_know_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    path = tmp_path / "holdfast.db"
+    url = f"sqlite:///{path}"
+    if case == "older":
+        upgrade(url, known_revisions()[-2])
+    elif case == "foreign":
+        with sqlite3.connect(path) as file:
+            file.execute("CREATE TABLE songs (name)")
+    elif case == "no database":
+        path.write_text("these are words\n" * 100)
+    elif case == "relative":
+        url = "sqlite:///holdfast.db"
+    else:
+        url = "postgresql://team@127.0.0.1:1/holdfast"
+    monkeypatch.setenv("HOLDFAST_DATABASE_URL", url)
+    assert not sqlite_file.is_ready()

@@ -30,7 +30,8 @@ NUMBERS: Final = itertools.count()
 # Each is one change of a run's folder. Those in the second group are announced by no new line.
 ANNOUNCED: Final = (
     *("save", "save", "delete", "delete_later", "pin", "unpin", "rollback", "damage", "request"),
-    *("relaunch", "export", "log", "silence", "replace_journal", "tell_nothing"),
+    *("relaunch", "export", "report", "log", "silence", "replace_journal", "tell_nothing"),
+    *("annotate", "annotate_checkpoint"),
 )
 SILENT: Final = ("late_outcome", "late_line", "unknown_save", "lost_tombstone", "lost_checkpoint")
 
@@ -114,6 +115,24 @@ class Story:
     def export(self) -> None:
         for name in self.there[-1:]:
             self.run.tell("cli", EventKind.EXPORTED, checkpoint=name, path=f"/x/{self.step}")
+
+    def report(self) -> None:
+        for name in self.there[:2]:
+            facts = {"checkpoint": name, "metric": "accuracy", "value": self.step / 100}
+            self.run.tell("api", EventKind.METRIC, **facts)
+
+    def annotate(self, **facts: Any) -> None:
+        given: dict[str, Any] = {
+            "tags_added": [f"t{self.step}"],
+            "tags_removed": [f"t{self.step - 10}"],
+        }
+        if self.step % 20 == 0:
+            given["note"] = f"at {self.step}"
+        self.run.tell("annotations", EventKind.ANNOTATED, by="ann", **given, **facts)
+
+    def annotate_checkpoint(self) -> None:
+        for name in self.there[:1]:
+            self.annotate(checkpoint=name)
 
     def log(self) -> None:
         self.step += 1
@@ -229,6 +248,21 @@ def test_an_update_by_what_is_new_gives_the_rows_of_one_from_all_files(
             wanted = rows_of(fresh, story.uid)
             for table, rows in rows_of(index.open(), story.uid).items():
                 assert rows == wanted[table], (table, change)
+
+
+def test_a_journal_with_other_lines_of_the_same_number_is_read_again(
+    index: Index, tmp_path: Path
+) -> None:
+    story = Story(tmp_path / "runs")
+    for change in ("save", "export", "unpin"):
+        getattr(story, change)()
+    ingest_run(index.open(), story.paths)
+    story.replace_journal()
+    story.unpin()
+    index.update(story.paths)
+    with open_database(f"sqlite:///{tmp_path / 'fresh.db'}") as fresh:
+        ingest_run(fresh, story.paths, fresh=True)
+        assert rows_of(index.open(), story.uid) == rows_of(fresh, story.uid)
 
 
 def test_changes_that_lines_announce_need_no_look_at_all_files(

@@ -10,8 +10,8 @@ import pytest
 from tests.support.runs import RunFolder, build_sample_runs
 
 from holdfast.contracts.errors import LineageError
-from holdfast.lineage.database.engine import URL_VARIABLE
 from holdfast.lineage.database.heal import MAGIC, quarantine
+from holdfast.lineage.database.sqlite_file import URL_VARIABLE
 from holdfast.lineage.database.transactions import open_database
 from holdfast.lineage.index import Index
 from holdfast.lineage.queries import run_queries

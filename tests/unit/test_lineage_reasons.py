@@ -11,8 +11,8 @@ from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.records.attempt import RunRecord
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.lineage.ingest.clean import clean
-from holdfast.lineage.ingest.origins import Origins
 from holdfast.lineage.ingest.reasons import explain
+from holdfast.lineage.ingest.rows import Origins
 from holdfast.lineage.queries.views import iso
 
 
@@ -48,7 +48,7 @@ def test_every_reason_that_applies_is_given() -> None:
 @pytest.mark.parametrize(
     ("keep", "reason"),
     [
-        (Keep(), "kept by rule: all"),
+        (Keep(), "no keep rule set"),
         (Keep(last=1, every_steps=15), "kept by rule: every 15 steps"),
         (Keep(last=1, every_steps=40), "no rule keeps it; the next prune deletes it"),
         (Keep(ttl="10m"), "no rule keeps it; the next prune deletes it"),

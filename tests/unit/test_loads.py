@@ -34,7 +34,7 @@ from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.pacing.cadence import Cadence, Interval
 from holdfast.trainer.planning.signature import Signature
 from holdfast.trainer.state import plain
-from holdfast.trainer.state.fit import FIT, ResumeFit
+from holdfast.trainer.state.fresh import FIT, ResumeFit
 from holdfast.trainer.state.train_state import TrainState
 
 # What stood in the way of a load before, and is loaded as in plain torch.
@@ -212,7 +212,7 @@ def test_ranks_can_exchange_the_number_of_any_agreed_step(interval: int | str) -
         assert not save
         table.record(0).say(now, [next_step])
         assert table.record(0).said(now, 1) == [next_step]
-        cadence.update(step, next_step, saved=save, now=float(now) * 1e-9)
+        cadence.update(step, next_step, saved=bool(save), now=float(now) * 1e-9)
     assert cadence.next_step > step > 1
     table.close()
 

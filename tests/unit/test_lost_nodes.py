@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +13,27 @@ import pytest
 from tests.support.histories import NOW, attempt_of, history_of, spec_of
 from tests.support.runs import RunFolder
 
-from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.records.attempt import newest_term
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.spec.run_spec import RunSpec
-from holdfast.contracts.states import AttemptState
-from holdfast.workers.agent import succession
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.agent import node_group, succession
 from holdfast.workers.agent.context import AgentContext, NodePlace, load_context
-from holdfast.workers.agent.succession import SupersededError, next_lead, renew
+from holdfast.workers.agent.losses import events_of_leads, lost_of_launch, stop_of
+from holdfast.workers.agent.node_group import NodeGroup
+from holdfast.workers.agent.succession import (
+    StillLeadsError,
+    SupersededError,
+    begin_term,
+    leads,
+    next_lead,
+    renew,
+    step_back,
+    take_term,
+)
+from holdfast.workers.decisions.drained_nodes import plan_nodes
 from holdfast.workers.decisions.growth import observe_capacity
-from holdfast.workers.decisions.lost_nodes import plan_nodes
 from holdfast.workers.decisions.policy import fits_any
 from holdfast.workers.decisions.sizes import without_spares
 from holdfast.workers.nodes.heartbeats import HeartbeatWriter
@@ -167,7 +179,145 @@ def test_a_node_that_a_launch_does_not_need_takes_no_term(
     played = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=time.time)
     monkeypatch.setattr(succession, "time", played)
     if why == "left out":
-        renew(nodes[0])
-    assert next_lead(nodes[2], runtime(1, is_training=why != "spare"), 0) is None
+        begin_term(nodes[0], renew(nodes[0]))
+    if why == "heartbeats":
+        with pytest.raises(StillLeadsError, match="node 0 still writes heartbeats"):
+            next_lead(nodes[2], runtime(1), 0)
+    else:
+        assert next_lead(nodes[2], runtime(1, is_training=why != "spare"), 0) is None
     newest = newest_term(nodes[0].attempt)
     assert (newest.node if newest is not None else None) == (0 if why == "left out" else None)
+
+
+def test_a_term_that_no_node_knew_of_hinders_no_other_node(
+    nodes: list[AgentContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lead took it to continue without lost nodes, and is lost before it told the others."""
+    monkeypatch.setattr(succession, "TURN_S", 0.0)
+    assert renew(nodes[0]) == 2
+    found = next_lead(nodes[2], runtime(2), 0)
+    assert found is not None
+    assert (found.number, found.node) == (3, 2)
+    # If it was only believed to be lost, it begins no launch.
+    with pytest.raises(SupersededError, match="another node continues after term 2, so n0 leaves"):
+        begin_term(nodes[0], 2)
+    # The next lead is lost before it begins one, too. Node 1 knows neither of its term.
+    found = next_lead(nodes[1], runtime(1), 2)
+    assert found is not None
+    assert (found.number, found.node) == (4, 1)
+    for _ in range(2):
+        begin_term(nodes[1], 4)
+    assert next_lead(nodes[2], runtime(2), 0) == found
+
+
+def test_a_node_takes_the_term_when_the_heartbeats_stop_late(
+    nodes: list[AgentContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lead is cut off from all others, and notices that later than they do."""
+    writer, began, now = HeartbeatWriter(nodes[0].attempt), time.monotonic(), [time.monotonic()]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] < began + 20.0:
+            writer.write([])
+
+    played = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=time.time)
+    monkeypatch.setattr(succession, "time", played)
+    found = next_lead(nodes[2], runtime(1), 0)
+    assert found is not None
+    assert (found.number, found.node) == (2, 2)
+    assert now[0] - began > 20.0
+    # The lead has stepped back, and returns without a wait.
+    step_back(nodes[0], lambda: True)
+    assert (leads(nodes[0]), leads(nodes[2])) == (False, True)
+
+
+@pytest.mark.parametrize("why", ["taken", "cannot continue", "stop", "nobody"])
+def test_a_lead_that_is_cut_off_waits_for_another(
+    nodes: list[AgentContext], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    attempt, now = nodes[0].attempt, [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 10.0 and why == "taken":
+            take_term(nodes[1], 2)
+        elif now[0] > 10.0 and why == "cannot continue":
+            attempt.terms.mkdir(exist_ok=True)
+            attempt.term_end(1).touch()
+
+    played = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=time.time)
+    monkeypatch.setattr(succession, "time", played)
+    step_back(nodes[0], lambda: why == "stop" and now[0] > 10.0)
+    assert now[0] == pytest.approx(succession.FOLLOW_WAIT_S if why == "nobody" else 10.2, abs=0.3)
+    assert leads(nodes[0]) is (why != "taken")
+
+
+def test_a_new_lead_knows_the_stop_that_the_lost_one_was_asked_for(
+    nodes: list[AgentContext],
+) -> None:
+    attempt = nodes[0].attempt
+    facts: dict[str, Any] = {"source": "signal", "cause": "preemption", "detail": "PREEMPTED"}
+    with JournalWriter(attempt.node_journal(0)) as journal:
+        assert stop_of(events_of_leads(attempt)) is None
+        journal.append(EventKind.SIGNAL, name="SIGTERM", deadline=NOW + 30, **facts)
+        journal.append(EventKind.SIGNAL, name="SIGUSR2", deadline=NOW + 20, **facts)
+    found = stop_of(events_of_leads(attempt))
+    assert found is not None
+    assert (found.name, found.cause, found.deadline) == ("SIGTERM", Cause.PREEMPTION, NOW + 20)
+
+
+@pytest.mark.parametrize(
+    ("silent", "left", "spares", "expected"),
+    [
+        # All others have fallen silent: the lead is the one that is cut off.
+        (["n1", "n2", "n3"], 0, "", True),
+        # One of two: neither can tell.
+        (["n1"], 0, "", False),
+        (["n1"], 0, "a", False),
+        (["n1"], 0, "ss", True),
+        (["n1"], 0, "sa", False),
+        (["n2", "n3"], 1, "", False),
+    ],
+)
+def test_a_lead_is_cut_off_if_most_nodes_are_silent(
+    silent: list[str],
+    left: int,
+    spares: str,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`spares` has a letter for each spare node, which answers, or is silent."""
+    monkeypatch.setattr(node_group, "AGREE_WAIT_S", 0.05)
+    here: Any = SimpleNamespace(name="n0")
+    nothing: Any = None
+    group = NodeGroup(nothing, nothing, nothing, here)
+
+    def node(name: str, *, answers: bool) -> Any:
+        answer: Future[None] = Future()
+        if answers:
+            answer.set_result(None)
+        return SimpleNamespace(name=name, report=lambda: answer)
+
+    group._remotes = [node(f"n{7 + number}", answers=True) for number in range(left)]
+    group.spares = [node(f"s{n}", answers=letter == "a") for n, letter in enumerate(spares)]
+    group._silent = dict.fromkeys(silent, time.monotonic())
+    assert group.is_cut_off() is expected
+    # Nodes that were lost long before say nothing about the network now.
+    group._silent = dict.fromkeys(silent, time.monotonic() - 2 * node_group.SILENT_TOGETHER_S)
+    group.spares = []
+    assert not group.is_cut_off()
+
+
+def test_the_lost_nodes_of_a_launch_are_counted_by_those_that_are_left() -> None:
+    def lost(host: str, **facts: object) -> Event:
+        data = {"host": host, **facts}
+        kind = EventKind.NODE_LOST
+        return Event(writer="w", opening=0, sequence=0, time=NOW, kind=kind, data=data)
+
+    events = [lost("n9", is_spare=True), lost("n0")]
+    # A lead took over from n0, and was lost before its first launch.
+    assert lost_of_launch(2, lead="n1", unjoined=[], events=events) == ["n1", "n0"]
+    # A spare node that did not join is none of the launch.
+    assert lost_of_launch(1, lead="n0", unjoined=["n5"], events=events) == ["n0"]
+    assert lost_of_launch(2, lead="n0", unjoined=["n2", "n5"], events=events) == ["n0", "n2"]

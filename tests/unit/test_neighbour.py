@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from tests.support.cli_calls import Call
 from tests.support.flusher_supervisor import wait_until
+from tests.support.runs import RunFolder
 from tests.support.slot_tables import make_table
 
-from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.journal import Event, EventKind, read_journal
 from holdfast.contracts.node.handshake import read_address
 from holdfast.contracts.records.saving import unprotected_in
 from holdfast.trainer.flusher.salvage import Agreed, newest_covered
 from holdfast.trainer.neighbour import line as lines
 from holdfast.trainer.neighbour import receiver as receiving
-from holdfast.trainer.neighbour.exchange import Exchange
+from holdfast.trainer.neighbour.exchange import Exchange, Protection
 from holdfast.trainer.neighbour.node_copy import NodeCopy, copy_slots
-from holdfast.trainer.neighbour.sender import Protection
 from holdfast.trainer.slots.slot_table import FilePlace
 from holdfast.trainer.slots.slots import Slot, SlotState
 from holdfast.workers.agent.context import switch_of
-from holdfast.workers.decisions.copy_rounds import FACTOR_MAX, CopyState, RoundEnd
-from holdfast.workers.decisions.neighbours import choose_neighbours
+from holdfast.workers.agent.runtime import NodeRuntime
+from holdfast.workers.decisions.neighbours import FACTOR_MAX, CopyState, RoundEnd, choose_neighbours
 
 FILES = (FilePlace("__0_0.distcp", 0, 9 << 20), FilePlace("train_state.json", 9 << 20, 3000))
 SIZE = FILES[1].offset + FILES[1].bytes
@@ -405,3 +409,30 @@ def test_nodes_without_copies_are_named_until_they_have_some() -> None:
     assert unprotected_in([*events, note(2, "n3", "")], 2) == []
     assert unprotected_in([*events, note(2, "n3", "no route")], 2) == ["n3: no route"]
     assert unprotected_in(events, 3) == []
+
+
+def test_a_node_without_copies_is_noted_once_and_shown(root: Path, call: Call) -> None:
+    run = RunFolder(root, "kelp", "1" * 32)
+    attempt = run.submit(1, 2, time.time())
+    context = SimpleNamespace(attempt=attempt, host="n1", node=1)
+    told: Any = SimpleNamespace(context=context, _unprotected="", _copied=None)
+
+    def tell(round_: int, problem: str = "", *, is_missed: bool = False) -> list[str]:
+        facts = {"launch": 1, "holder": 2, "round": round_, "problem": problem}
+        step = -1 if problem else round_
+        NodeRuntime._note_protection(told, {**facts, "step": step, "is_missed": is_missed})
+        return [str(event.data["text"]) for event in read_journal(attempt.node_journal(1))[0]]
+
+    assert tell(1) == []
+    for number in (2, 3, 4):
+        (said,) = tell(number, "the neighbour keeps no copy: 1 MiB of memory are free")
+        # A round that came too late says nothing about the neighbour.
+        assert tell(number, "the ranks were faster", is_missed=True) == [said]
+    assert said.startswith("unprotected: node 2 holds no copy of this node's newest snapshots: ")
+    (warning,) = [one for one in call("show", "kelp", "--json").json["warnings"] if "n1" in one]
+    assert warning == (
+        "unprotected against the loss of a node: n1: the neighbour keeps no copy: 1 MiB of memory "
+        "are free"
+    )
+    assert tell(5)[1:] == ["protected again: node 2 holds this node's snapshot of 5"]
+    assert not [one for one in call("show", "kelp", "--json").json["warnings"] if "n1" in one]

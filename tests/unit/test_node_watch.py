@@ -83,6 +83,6 @@ def test_show_reports_each_finding_and_a_hang_once() -> None:
     )
     assert [one["at"] for one in found] == [1, 2, 4, 5, 7]
     assert found[4]["text"] == "stop: the loss of step 9 is nan"
-    assert found[1]["text"] == "rank 3 is slow: 0.9 s of its own work per step, its peers 0.4 s"
+    assert found[1]["text"] == "rank 3 is slow: 900 ms of compute per step, its peers 400 ms"
     assert (found[2]["text"], found[2]["dumps"]) == ("hung and ended: rank 1 is missing", second)
     assert found[3]["text"] == "heartbeats stopped: node-0003"

@@ -12,8 +12,14 @@ import torch
 from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.spec.sections import Numerics
 from holdfast.trainer.data.order import SkipWindow
-from holdfast.trainer.numerics.answer import Known, LossDecision, answer
-from holdfast.trainer.numerics.detector import Anomaly, Detector, spike_limit
+from holdfast.trainer.numerics.detector import (
+    Anomaly,
+    Detector,
+    Known,
+    LossDecision,
+    answer,
+    spike_limit,
+)
 from holdfast.trainer.numerics.guard import are_finite
 
 NAN = Anomaly(problem="nan", step=100, loss=math.nan, good_step=99)

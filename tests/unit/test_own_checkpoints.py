@@ -24,7 +24,7 @@ from holdfast.contracts.spec.sections import Program
 from holdfast.contracts.states import AttemptState
 from holdfast.flows.forks import fork_run
 from holdfast.workers.agent.launch.command import build_command
-from holdfast.workers.agent.outcome import judge_own_completion
+from holdfast.workers.agent.leading import judge_own_completion
 from holdfast.workers.agent.watch.kernel_view import ignores
 from holdfast.workers.agent.watch.program_watch import OutputProgress, Tail
 from holdfast.workers.checkpoints import own_checkpoints, retention

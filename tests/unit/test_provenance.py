@@ -108,7 +108,7 @@ def test_a_folder_without_git_is_recorded_by_its_files(tmp_path: Path) -> None:
 def test_digests_do_not_release_the_locks_of_an_open_database(
     tmp_path: Path, has_git: bool
 ) -> None:
-    """Another process still cannot write to the database; see `workers/runs/code_files.py`."""
+    """Another process still cannot write to the database; see `workers/runs/provenance.py`."""
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "train.py").write_text("print(1)\n")

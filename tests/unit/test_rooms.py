@@ -54,11 +54,13 @@ def test_a_public_class_name_stands_for_one_class() -> None:
 STARTED = (
     "holdfast.cli.entry",
     "holdfast.cli.main",
+    "holdfast.flows.consumer_flow_run",
     "holdfast.flows.detached",
     "holdfast.flows.operations",
     "holdfast.flows.train",
     "holdfast.flows.worker",
     "holdfast.trainer.export",
+    "holdfast.trainer.flight_records",
     "holdfast.trainer.flusher",
     "holdfast.trainer.health_allreduce",
     "holdfast.trainer.importing",
@@ -71,7 +73,9 @@ STARTED = (
     "holdfast.workers.agent.program_start",
     "holdfast.workers.agent.restart",
     "holdfast.workers.agent.successor",
+    "holdfast.workers.checkpoints.consumer_process",
     "holdfast.workers.executors.local_launch",
+    "holdfast.workers.flight_records",
     "holdfast.workers.health",
     "holdfast.workers.health_nvrx",
 )

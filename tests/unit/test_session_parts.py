@@ -26,7 +26,7 @@ from holdfast.trainer.config import config
 from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.loading.restore import Resumed, describe, recorded_skips
 from holdfast.trainer.metrics import Recorder
-from holdfast.trainer.pacing.cadence import AUTO_INTERVAL_S, Cadence, Interval
+from holdfast.trainer.pacing.cadence import AUTO_INTERVAL_S, MUST_SAVE, Cadence, Interval
 from holdfast.trainer.process.child_signals import STOP_SIGNALS
 from holdfast.trainer.process.program import program_argv
 from holdfast.trainer.process.signals import FailureRecord, SignalFlags
@@ -64,6 +64,45 @@ def test_saves_are_due_at_multiples_after_any_resume() -> None:
     assert not cadence.is_due(29)
 
 
+def saves_of(interval: Interval, first: int, last: int) -> dict[int, int]:
+    """The decision of each step after which something is saved; a step takes 1 s."""
+    cadence = Cadence(interval, step=first, now=0.0)
+    found: dict[int, int] = {}
+    for step in range(first + 1, last + 1):
+        if cadence.is_due(step):
+            save, next_step = cadence.decide(step, float(step))
+            assert next_step > step
+            cadence.update(step, next_step, saved=bool(save), now=float(step))
+            found |= {step: save} if save else {}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("interval", "first", "saves"),
+    [
+        (Interval(steps=50, doubling=1), 0, {1, 2, 4, 8, 16, 32, 50, 64, 100}),
+        (Interval(steps=50, doubling=3), 6, {12, 24, 48, 50, 96, 100}),
+        (Interval(seconds=40, doubling=20), 0, {20, 40, 80}),
+        (Interval(seconds=1e6, is_auto=True, doubling=10), 15, {20, 40, 80}),
+        (Interval(seconds=1e6, doubling=10**12), 0, set()),
+    ],
+)
+def test_doublings_are_saved_beside_the_interval(
+    interval: Interval, first: int, saves: set[int]
+) -> None:
+    found = saves_of(interval, first, 100)
+    assert found.keys() == saves
+    assert interval.doubling
+    doublings = {interval.doubling << power for power in range(8)}
+    assert {step for step, save in found.items() if save == MUST_SAVE} == doublings & saves
+
+
+def test_a_meeting_that_comes_late_saves_the_doubling_that_it_missed() -> None:
+    cadence = Cadence(Interval(steps=1000, doubling=4), step=0, now=0.0)
+    assert cadence.next_step == 4
+    assert cadence.decide(6, 1.0) == (MUST_SAVE, 8)
+
+
 @pytest.mark.parametrize("slow_down", [1.0, 0.2, 7.0])
 def test_an_interval_in_seconds_is_kept_when_the_step_time_changes(slow_down: float) -> None:
     cadence = Cadence(Interval(seconds=100), step=0, now=0.0)
@@ -73,7 +112,7 @@ def test_an_interval_in_seconds_is_kept_when_the_step_time_changes(slow_down: fl
         if cadence.is_due(step):
             meetings += 1
             save, next_step = cadence.decide(step, now)
-            cadence.update(step, next_step, saved=save, now=now)
+            cadence.update(step, next_step, saved=bool(save), now=now)
             saves += [now] if save else []
     gaps = [b - a for a, b in zip([0.0, *saves], saves, strict=False)]
     assert len(gaps) > 3

@@ -24,7 +24,7 @@ from holdfast.flows.supervisor.supervise import Supervisor, _due_s
 from holdfast.lineage.index import Index
 from holdfast.workers.decisions.causes import classify
 from holdfast.workers.decisions.policy import Decision, wait_after_refusal
-from holdfast.workers.runs import endings, operator, reconcile, run_folders
+from holdfast.workers.runs import endings, operator, reconcile, run_folders, successors
 from holdfast.workers.runs.pending import allow_hosts_again, is_overdue
 from holdfast.workers.runs.request import build_request
 from holdfast.workers.runs.until_capacity import UNTIL_CAPACITY, ready_runs
@@ -247,6 +247,32 @@ def test_a_pending_job_may_use_a_host_again_when_others_go_down(
     assert allow() == "", "it is said once"
     notes = [e.data["text"] for e in load_history(paths).events if e.kind is EventKind.NOTE]
     assert notes == ["the pending job may use n2 again"]
+
+
+def test_an_adopted_successor_does_not_wait_for_a_job_that_still_ends(
+    slurm: Played, tmp_path: Path
+) -> None:
+    """Slurm ends a job whose node is lost only after a while."""
+    paths = make_run(tmp_path / "root", resources={**ON_SLURM, "standby": "successor"})
+    submit_next(paths, gpus=8, reason="first", exclude=())
+    request = load_history(paths).attempts[0].request
+    assert request is not None
+    job = Submission(job_id="7", executor="slurm", submitted_at=NOW)
+    waiting = JOB.format(request.job_name) + " Dependency=afterany:6(unfulfilled)"
+    for line, changes in (
+        (waiting, 1),
+        (waiting.replace("PENDING", "RUNNING"), 0),
+        (waiting.replace("afterany:6(unfulfilled)", "(null)"), 0),
+        (waiting.replace(request.job_name, "another"), 0),
+        ("", 0),
+    ):
+        (slurm.folder / "job.out").write_text(f"{line}\n" if line else "")
+        before = len(slurm.calls("scontrol update"))
+        successors.let_start(request, job)
+        found = slurm.calls("scontrol update")[before:]
+        assert found == [f"{slurm.folder}/scontrol update JobId=7 Dependency="] * changes, line
+    slurm.fall_silent()
+    successors.let_start(request, job)
 
 
 def submit_second(paths: RunPaths, exclude: tuple[str, ...]) -> AttemptPaths:

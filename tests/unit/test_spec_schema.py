@@ -101,6 +101,7 @@ def test_the_specs_of_the_pages_fit(block: Block) -> None:
         ("environment", {"A": "1", "B": {"from_env": "B"}, "C": {"from_file": "/a"}}),
         ("alerts.targets", {"team": {"prefect_secret": "chat"}}),
         ("config", {"steps": 3, "data": "x", "any": [1, {"a": None}]}),
+        ("tags", ["llm", "team/ablation-3_b.1", "2024"]),
         # YAML has a null.
         ("resources.partition", None),
     ],
@@ -124,6 +125,9 @@ def test_each_form_of_a_value_fits(key: str, value: Any) -> None:
         ("command", "train.py", "'train.py' is not of type 'array'"),
         ("command", [], "[]"),
         ("name", "a/b", "'a/b' does not match"),
+        ("tags", ["a b"], "'a b' does not match"),
+        ("tags", [""], "'' does not match"),
+        ("tags", [f"t{number}" for number in range(33)], "is too long"),
         ("elastic.grow", 1, "1 is not of type 'boolean'"),
         ("checkpoint.interval", "10 minutes", "'10 minutes' is not valid"),
         ("checkpoint.interval", 1.5, "1.5 is not valid"),

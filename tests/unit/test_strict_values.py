@@ -61,6 +61,8 @@ def table_with(key: tuple[Any, ...], value: Any) -> dict[str, Any]:
         table["resources"] = {"executor": "slurm", "fallbacks": [{"partition": "b"}]}
     if key[:-1] == ("checkpoint", "keep", "best"):
         table["checkpoint"] = {"keep": {"best": {"metric": "loss"}}}
+    if key[:2] == ("on", 0):
+        table["on"] = [{"name": "eval", "command": ["eval.py"]}]
     level: Any = table
     for part in key[:-1]:
         level = level[part] if isinstance(part, int) else level.setdefault(part, {})

@@ -34,6 +34,7 @@ SLURM = {"executor": "slurm", "gpus_per_node": 4}
 SHOW_PARTITIONS = "scontrol --all -o show partition"
 SHOW_NODES = "scontrol --all -o -d show node"
 SHOW_CONFIG = "scontrol show config"
+DBD = "accounting_storage/slurmdbd"
 
 Make = Callable[..., RunSpec]
 
@@ -92,6 +93,35 @@ def test_more_spare_nodes_than_the_partition_has_are_refused(
         "4; set resources.spare_nodes to 1 or less"
     )
     preflight.check(make(partition="spot", nodes=3, spare_nodes=1), tmp_path / "root")
+
+
+@pytest.mark.parametrize(
+    ("version", "parameters", "problem"),
+    [
+        ("22.05.8", "", "Slurm 22.05.8 has no expedited requeue; 25.11 added it"),
+        ("26.05.5", "", "this cluster does not allow expedited requeue (SlurmctldParameters="),
+        ("26.05.5", "enable_expedited_requeue", ""),
+    ],
+)
+def test_an_expedited_requeue_is_refused_where_slurm_has_none(
+    make: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    parameters: str,
+    problem: str,
+) -> None:
+    settings = f"SLURM_VERSION = {version}\nSlurmctldParameters = {parameters}"
+    config = f"{answers_of('none', '', DBD)[SHOW_CONFIG]}\n{settings}"
+    set_up_slurm(tmp_path / "slurm", monkeypatch, others={SHOW_CONFIG: config})
+    spec = make(nodes=2, standby="expedite")
+    if problem:
+        found = refusal(spec, tmp_path / "root")
+        assert found.startswith(f"resources.standby 'expedite': {problem}")
+        assert "set 'successor', which acts on every version of Slurm, or 'auto'" in found
+    else:
+        preflight.check(spec, tmp_path / "root")
+    preflight.check(make(nodes=2, standby="auto"), tmp_path / "root")
 
 
 def test_a_time_limit_above_the_partitions_is_lowered(

@@ -190,3 +190,22 @@ def test_a_long_ingest_is_followed_by_a_rest(
     assert len(calls) == 1
     found.finish()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("executor", ["local", "slurm"])
+def test_starting_ranks_of_this_machine_have_the_processors_for_themselves(
+    tmp_path: Path, executor: str
+) -> None:
+    folder = RunFolder(tmp_path, "runs", "e" * 32, {"resources": {"executor": executor}})
+    folder.submit(1, 2, time.time())
+    updated: list[str] = []
+
+    class SeenIndex(Index):
+        def update(self, paths: RunPaths) -> None:
+            updated.append(paths.name)
+
+    found = Ingestion(SeenIndex(), folder.paths, failed=LOG.warning, succeeded=lambda: None)
+    found.ask(load_history(folder.paths))
+    assert (found._thread is None and not updated) is (executor == "local")
+    found.finish()
+    assert updated, "the last state is ingested at once"

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.histories import record_of, spec_of
 
 from holdfast.contracts.errors import PreflightError, SpecError
-from holdfast.contracts.records.attempt import Request
 from holdfast.workers.executors.local_launch import _gpus_of
+from holdfast.workers.nodes import visible_gpus
 from holdfast.workers.runs import preflight
 from holdfast.workers.runs.request import build_request
-from holdfast.workers.schedulers import local
 
 UUIDS = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,GPU-1d6c7a2e"
 INSTANCES = "MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/0,MIG-41b36fb4-36c6-5a7b-9e1b-3f4a"
 
 
-def request_of(gpus: int, **fields: object) -> Request:
+def request_of(gpus: int, **fields: object) -> dict[str, Any]:
     spec = spec_of(resources={"gpus_per_node": gpus}, **fields)
-    return build_request(record_of(spec), spec, attempt=1, gpus=gpus, reason="test")
+    request = build_request(record_of(spec), spec, attempt=1, gpus=gpus, reason="test")
+    return request.model_dump(mode="json")
 
 
 @pytest.fixture(autouse=True)
 def machine_with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     control = tmp_path / "nvidiactl"
     control.touch()
-    monkeypatch.setattr(local, "CONTROL", control)
+    monkeypatch.setattr(visible_gpus, "CONTROL", control)
     return control
 
 

@@ -5,7 +5,7 @@ Nodes and clock are simulated; watch, judgement and journal are real.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +15,15 @@ import pytest
 from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
+from holdfast.contracts.records.alerts import noticed
 from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.contracts.spec.sections import Health, Slowdown
+from holdfast.flows.supervisor.deliveries import topic_of
 from holdfast.workers.agent.watch import hangs
+from holdfast.workers.agent.watch.collectives import CollectiveBlame
 from holdfast.workers.agent.watch.hangs import HangWatch
 from holdfast.workers.agent.watch.silence import RankStatus
+from holdfast.workers.agent.watch.slowdowns import SlowNode
 from holdfast.workers.agent.watch.stack_text import RankStack
 from holdfast.workers.agent.watch.stacks import StackSample
 from holdfast.workers.nodes.calibration import PhaseTimes
@@ -90,6 +95,7 @@ class Simulation:
         request = read_document(Request, self.attempt.request)
         assert request is not None
         journal = JournalWriter(self.attempt.node_journal(0))
+        self.request, self.journal = request, journal
         self.watch = HangWatch(request, self.attempt, journal)
         self.watch.begin(1)
 
@@ -283,3 +289,44 @@ def test_ranks_are_not_suspected_after_a_pause_of_all(simulation: Simulation) ->
         node.silent_s = silent_s
         assert not simulation.watch.look([node], {node.name: node.report()})
     assert node.asked == []
+
+
+def test_flight_records_name_the_rank_that_the_others_wait_for(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[list[str]] = []
+
+    def merged(folders: Sequence[Path], world_size: int) -> Any:
+        read.append([folder.name for folder in folders])
+        blame = CollectiveBlame(ranks=(1,), finding="rank 1 is missing", is_missing=True)
+        return SimpleNamespace(blame=blame if world_size == 2 else None)
+
+    monkeypatch.setattr(hangs, "MergedRecords", merged)
+    recorded = Rank(stack=lambda s: {"has_record": True})
+    assert simulation.run([recorded, recorded], 3000.0) is not None
+    (confirmed,) = simulation.events(EventKind.HANG_CONFIRMED)
+    assert confirmed.data["blamed"] == [1]
+    assert confirmed.data["finding"].endswith("; by the flight records, rank 1 is missing")
+    assert confirmed.data["finding"] in simulation.watch.evidence
+    assert simulation.watch.missing == (1,)
+    assert read == [["node-0000-01"]]
+
+
+@pytest.mark.parametrize("slowdown", ["report", "ask", "act", "off"])
+def test_a_slow_node_is_reported_as_the_spec_says(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch, slowdown: Slowdown
+) -> None:
+    slow = SlowNode(node=0, ranks=(1,), excess=0.21, cost=0.14)
+    played = SimpleNamespace(look=lambda *_: [slow], named=lambda: [slow])
+    monkeypatch.setattr(hangs, "Slowdowns", lambda: played)
+    request = simulation.request.model_copy(update={"health": Health(slowdown=slowdown)})
+    simulation.watch = HangWatch(request, simulation.attempt, simulation.journal)
+    simulation.run([WAITING, WAITING], 8.0)
+    found = simulation.events(EventKind.NODE_SLOW)
+    assert len(found) == (0 if slowdown == "off" else 1)
+    assert [one for one, _ in simulation.watch.slow.values()] == [slow] * len(found)
+    texts = [one["text"] for one in noticed(found)]
+    assert [topic_of(one) for one in found] == ["node" if slowdown == "ask" else None] * len(found)
+    for text in texts:
+        assert "rank 1 works 21% longer per step than usual, and the others wait 14%" in text
+        assert ("scontrol update nodename=" in text) is (slowdown == "ask")

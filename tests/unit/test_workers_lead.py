@@ -26,9 +26,9 @@ from holdfast.contracts.node.rank_status import Proposal
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.lead import Ended, Lead
+from holdfast.workers.agent.leading import build_outcome, judge_ending
 from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.node_group import AGREE_WAIT_S, RemoteNode
-from holdfast.workers.agent.outcome import build_outcome, judge_ending
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.stops.signals import SignalBox
 from holdfast.workers.nodes.root_probe import RootProblem

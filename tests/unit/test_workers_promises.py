@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.agent.outcome import judge_completion
+from holdfast.workers.agent.leading import judge_completion
 
 Line = tuple[EventKind, dict[str, Any]]
 RESUMED: Line = (EventKind.RESUMED, {})

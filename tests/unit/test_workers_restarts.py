@@ -22,8 +22,9 @@ from holdfast.workers.decisions.policy import Decision
 from holdfast.workers.decisions.restarts import ENDS_S_MAX, plan_restart
 from holdfast.workers.runs import attempts, restarts, run_folders, successors
 from holdfast.workers.runs.request import build_request
-from holdfast.workers.schedulers import Executor, JobStatus, slurm_restarts
+from holdfast.workers.schedulers import Executor, JobStatus, slurm_client, slurm_restarts
 from holdfast.workers.schedulers.base import JobStart
+from holdfast.workers.schedulers.slurm import SlurmExecutor
 from holdfast.workers.schedulers.slurm_client import JobLine
 
 ON_SLURM = {"executor": "slurm", "nodes": 2, "gpus_per_node": 4, "standby": "expedite"}
@@ -121,6 +122,41 @@ def test_the_starts_of_a_job_are_told_apart() -> None:
     # Without accounting it has ended, too.
     unknown = slurm_restarts.status_before(now, 0, again, [])
     assert (unknown.state, unknown.raw) == (AttemptState.LOST, slurm_restarts.REQUEUED)
+
+
+def test_slurm_is_asked_about_a_job_alone_only_once_it_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One answer about all jobs has the count, so no question is needed for each run."""
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    spec = spec_of(resources=ON_SLURM)
+    request = build_request(
+        record_of(spec), spec, attempt=1, gpus=8, reason="x", expedite=True, cluster=None
+    )
+    job = Submission(job_id="7", executor="slurm", submitted_at=1.0)
+    began, name = "2026-03-01T10:00:00", request.job_name
+    asked: list[str] = []
+    restarted = 0
+
+    def call(command: list[str], timeout_s: float = 0.0) -> str:
+        asked.append(" ".join(command[:2]))
+        if command[0] == "squeue":
+            return f"7|RUNNING|None|n[1-2]|{began}|N/A|n1|{restarted}|{name}|\n8|odd\n"
+        if command[0] == "sacct":
+            times = f"{began}|{began}"
+            return f"7|{name}|NODE_FAIL|{times}|n[1-2]|0:0\n7|{name}|RUNNING|{times}|n1|0:0\n"
+        return f"JobId=7 JobName={name} JobState=RUNNING Restarts={restarted} NodeList=n[1-2]"
+
+    monkeypatch.setattr(slurm_client, "call", call)
+    executor = SlurmExecutor()
+    found = executor.status(request, job)
+    assert (found.state, found.nodes, found.is_leaderless) == (RUNNING, ("n1", "n2"), False)
+    assert executor.status(request, job).state is RUNNING
+    assert asked == ["squeue -h"]
+    asked.clear()
+    restarted = 1
+    assert executor.status(request, job, since=time.time()).state is AttemptState.NODE_FAILED
+    assert asked == ["squeue -h", "scontrol --all", "sacct -n"]
 
 
 def test_a_signal_of_a_restart_is_no_cancellation() -> None:

@@ -389,7 +389,7 @@ def test_only_cancel_can_leave_out_the_last_checkpoint(
     [
         (None, "relaunch", None, "is completed, so there is nothing to relaunch"),
         (None, "stop", None, "is completed"),
-        (Cause.USER_ERROR, "stop", None, "already failed"),
+        (Cause.USER_ERROR, "stop", None, "has failed, so there is nothing to stop"),
         (Cause.USER_ERROR, "resume", None, "not paused"),
         (Cause.USER_ERROR, "relaunch", 3, "not among elastic.choices; allowed"),
         (Cause.USER_ERROR, "relaunch", 8, "outside elastic"),

@@ -14,14 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.workers.agent.watch import silence
-from holdfast.workers.agent.watch.hangs import (
-    SLOW_FACTOR,
-    SLOW_SHARE,
-    TIMES_MIN,
-    Slow,
-    Stragglers,
-    find_slow,
-)
+from holdfast.workers.agent.watch.hangs import TIMES_MIN, Slow, Stragglers, find_slow
 from holdfast.workers.agent.watch.silence import LIMITS, RankStatus, Sample, SilenceLimits
 from holdfast.workers.agent.watch.stack_text import (
     RankStack,
@@ -29,7 +22,13 @@ from holdfast.workers.agent.watch.stack_text import (
     read_faulthandler,
     read_py_spy,
 )
-from holdfast.workers.nodes.calibration import Calibration, PhaseTimes, scaled
+from holdfast.workers.nodes.calibration import (
+    SLOW_FACTOR,
+    SLOW_SHARE,
+    Calibration,
+    PhaseTimes,
+    scaled,
+)
 
 SILENCE_LIMITS = SilenceLimits({})
 

@@ -16,8 +16,7 @@ from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.node import clocks
 from holdfast.contracts.records.attempt import Request, Submission
-from holdfast.contracts.spec.node_share import gpus_of
-from holdfast.contracts.spec.resources import Resources
+from holdfast.contracts.spec.resources import Resources, gpus_of
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.agent.stops.sources import slurm_lead_s
 from holdfast.workers.runs.request import build_request

@@ -176,6 +176,11 @@ class Queue(Executor):
     def __init__(self) -> None:
         self.jobs: dict[str, tuple[str, AttemptState]] = {}
         self.is_silent = False
+        self.free: list[str] = []
+
+    def drop_dependency(self, request: Request, submission: Submission) -> bool:
+        self.free.append(submission.job_id)
+        return True
 
     def submit(self, paths: AttemptPaths, request: Request) -> Submission:
         job = str(101 + len(self.jobs))
@@ -246,6 +251,8 @@ def test_the_next_attempt_of_the_same_size_takes_the_waiting_job(flow: Flow) -> 
     assert (flow.job, len(flow.queue.jobs)) == ("102", 2)
     assert flow.request(2).job_name.endswith("-s0001")
     assert successors.attempt_of(flow.paths, 1) == 2
+    # It need not wait for what is left of the job before.
+    assert flow.queue.free == ["102"]
 
 
 def test_the_next_attempt_of_another_size_gets_a_job_of_its_own(flow: Flow) -> None:
@@ -293,3 +300,49 @@ def test_a_successor_is_withdrawn_once(flow: Flow) -> None:
     kinds = [event.kind for event in load_history(flow.paths).events]
     assert kinds.count(EventKind.SUCCESSOR_WITHDRAWN) == 1
     assert successors.waiting_facts(flow.paths) is None
+
+
+def test_a_successor_that_starts_although_the_run_has_ended_does_not_train(
+    flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verdict is written before the scheduler is asked, so it holds if that is too slow."""
+
+    def cancel(request: Request, submission: Submission) -> None:
+        raise SchedulerUnavailableError("silent")
+
+    with JournalWriter(flow.paths.journal_of("flow")) as journal:
+        history = load_history(flow.paths)
+        with monkeypatch.context() as patch:
+            patch.setattr(flow.queue, "cancel", cancel)
+            with pytest.raises(SchedulerUnavailableError):
+                successors.release(history, "the run is completed", journal)
+        assert successor.wait_for_verdict(flow.paths.successor(1), is_lead=True) == 0
+        # It stays in the run's account until it is gone.
+        assert not successors.read(flow.paths.successor(1)).is_closed
+        assert successors.release(history, "the run is completed", journal)
+    assert successors.decide_on(flow.paths.successor(1), 2).attempt == 0
+
+
+def test_a_successor_without_an_answer_is_found_by_its_name(
+    flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow controller queues it later. It is not submitted again."""
+    submit = flow.queue.submit_successor
+
+    def submit_unheard(paths: SuccessorPaths, request: Request) -> Submission:
+        submit(paths, request)
+        raise SchedulerUnavailableError("Socket timed out")
+
+    def tend() -> str:
+        with JournalWriter(flow.paths.journal_of("flow")) as journal:
+            return successors.tend(load_history(flow.paths), journal, now=time.time())
+
+    flow.submit(4)
+    with JournalWriter(flow.paths.journal_of("flow")) as journal:
+        journal.append(EventKind.ATTEMPT_STATE, attempt=2, state="running")
+    monkeypatch.setattr(flow.queue, "submit_successor", submit_unheard)
+    with pytest.raises(SchedulerUnavailableError):
+        tend()
+    assert tend() == "job 104 waits in the queue as the successor of attempt 2"
+    assert tend() == ""
+    assert len(flow.queue.jobs) == 4
