@@ -132,6 +132,8 @@ FLUSH_S: Final = 1.0
 CHECKPOINT_BYTES_MAX: Final = 256 * 1024
 QUEUE_MAX: Final = 100_000
 CLOSE_TIMEOUT_S: Final = 30.0
+# A slow storage must not delay a resume by more.
+JOURNAL_WAIT_S: Final = 5.0
 # The names of a line that are no metrics.
 RESERVED: Final = ("step", "time")
 NOTHING: Final[Mapping[str, str]] = {}
@@ -166,6 +168,17 @@ class Recorder:
     def event(self, kind: EventKind, more: _More | None = None, **data: Any) -> None:
         """Queue one journal line. The thread calls `more` for facts that take time to collect."""
         self._queue.put((kind, {**self._facts, **data}, more))
+
+    def flush(self) -> None:
+        """Wait until the journal has all lines so far, for `JOURNAL_WAIT_S` at most."""
+        is_written = threading.Event()
+
+        def confirm() -> dict[str, Any]:
+            is_written.set()
+            return {}
+
+        self._queue.put((None, {}, confirm))
+        is_written.wait(JOURNAL_WAIT_S)
 
     def note(self, text: str) -> None:
         """Print and journal what a person should know."""
@@ -205,6 +218,8 @@ class Recorder:
                 self._append(item[0], item[1], item[2])
             elif item is not None and item[1]:
                 lines.append(json.dumps(item[1]))
+            elif item is not None and item[2] is not None:
+                item[2]()
             if lines and (item is None or time.monotonic() - flushed_at >= FLUSH_S):
                 self._write(lines)
                 lines, flushed_at = [], time.monotonic()
@@ -251,6 +266,9 @@ class NoRecorder(Recorder):
 
     def event(self, kind: EventKind, more: _More | None = None, **data: Any) -> None:
         """Write nothing."""
+
+    def flush(self) -> None:
+        """Wait for nothing."""
 
     def note(self, text: str) -> None:
         """Write nothing: rank 0 does."""

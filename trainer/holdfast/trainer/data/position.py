@@ -87,6 +87,11 @@ class Position:
             sampler.order = replace(sampler.order, skips=self._skips)
 
     @property
+    def skips(self) -> tuple[SkipWindow, ...]:
+        """The recorded windows of skipped data."""
+        return self._skips
+
+    @property
     def next_step(self) -> int:
         """The current step, or the next one, counted from 1."""
         return self.completed + 1

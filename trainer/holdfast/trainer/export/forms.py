@@ -46,11 +46,13 @@ from holdfast.trainer.format.metadata import METADATA, paths_of
 from holdfast.trainer.planning.compare_keys import is_of_one_rank
 from holdfast.trainer.sources.tensors import rights_of
 from holdfast.trainer.state import plain
-from holdfast.trainer.state.objects import MODULE, PER_RANK
+from holdfast.trainer.state.objects import MODULE, PER_RANK, STREAM
 
 # The state of a checkpoint in the form that `load_state_dict` takes in other programs.
 
 OPTIMIZER: Final = "optimizer"
+# Objects without plain values: their state is tensors, or rows of single ranks.
+_NO_VALUES: Final = frozenset({MODULE, PER_RANK, STREAM})
 _STATE: Final = "optimizer.state."
 _GROUPS: Final = "optimizer.param_groups."
 _OF_GROUP: Final = frozenset({"params", "param_names"})
@@ -101,7 +103,7 @@ def make_objects(
             value: Any = {
                 k.removeprefix(begin): v for k, v in tensors.items() if k.startswith(begin)
             }
-        elif kind == PER_RANK:
+        elif kind in {PER_RANK, STREAM}:
             continue
         else:
             value = _loadable(plain.decode(document, tensors))
@@ -126,7 +128,7 @@ def plain_values(documents: Mapping[str, Any]) -> dict[OBJ_PATH, Any]:
     others = {
         name: document
         for name, document in documents.items()
-        if not (isinstance(document, dict) and document.get(plain.MARK) in {MODULE, PER_RANK})
+        if not (isinstance(document, dict) and document.get(plain.MARK) in _NO_VALUES)
     }
     made = make_objects(others, plain.templates(others))
     flat, paths = flatten_state_dict(made)

@@ -22,18 +22,16 @@ from typing import Any, Final
 
 from holdfast.contracts.node import wire
 from holdfast.trainer.flusher import program_files
-from holdfast.trainer.flusher.files import Committed
+from holdfast.trainer.flusher.files import Committed, WriteLimit
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import Hints, log
 from holdfast.trainer.flusher.plan import Departures, FlushPlan, SlotKey, StepGroup, plan
 from holdfast.trainer.flusher.salvage import find_salvage
 from holdfast.trainer.flusher.shards import ShardLists
 from holdfast.trainer.flusher.space_guard import Need, SpaceGuard
-from holdfast.trainer.flusher.write_limit import WriteLimit
 from holdfast.trainer.flusher.writer import Finished, Writer
 from holdfast.trainer.mirror.worker import MirrorWorker
-from holdfast.trainer.neighbour.exchange import Exchange
-from holdfast.trainer.neighbour.sender import Protection
+from holdfast.trainer.neighbour.exchange import Exchange, Protection
 from holdfast.trainer.slots.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
 from holdfast.trainer.staging.allocator import Allocator
 

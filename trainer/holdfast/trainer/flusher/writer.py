@@ -12,7 +12,15 @@ from typing import Final
 
 from holdfast.contracts.errors import HoldfastError, SaveError
 from holdfast.trainer.flusher.commit import PeerState, report_incomplete
-from holdfast.trainer.flusher.files import Committed, SlotImage, commit_step, write_for_lost
+from holdfast.trainer.flusher.files import (
+    Committed,
+    Pace,
+    SlotImage,
+    WriteLimit,
+    at_full_speed,
+    commit_step,
+    write_for_lost,
+)
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import Hints, log
 from holdfast.trainer.flusher.plan import SlotKey, StepGroup
@@ -20,7 +28,6 @@ from holdfast.trainer.flusher.program_files import ProgramFile
 from holdfast.trainer.flusher.salvage import Salvage, agree
 from holdfast.trainer.flusher.shards import ShardList
 from holdfast.trainer.flusher.space_guard import SpaceGuard
-from holdfast.trainer.flusher.write_limit import Pace, WriteLimit, at_full_speed
 from holdfast.trainer.mirror.worker import MirrorWorker
 from holdfast.trainer.neighbour.exchange import Exchange
 from holdfast.trainer.slots.slot_table import SlotTable

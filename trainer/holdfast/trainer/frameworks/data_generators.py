@@ -97,6 +97,11 @@ class DataGenerators:
         return states
 
 
+def owners_of(loader: Any) -> list[Any]:
+    """Return each dataset and collator of a loader, and those that they wrap."""
+    return [owner for _, owner in _data_of(loader)]
+
+
 def _data_of(loader: Any) -> Iterator[tuple[str, Any]]:
     """Yield each dataset and collator of a loader with the attributes that lead to it."""
     found = [(name, getattr(loader, name, None)) for name in WRAPPED]

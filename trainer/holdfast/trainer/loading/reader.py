@@ -30,7 +30,6 @@ from holdfast.trainer.format.metadata import (
 )
 from holdfast.trainer.format.plain_load import load_plain
 from holdfast.trainer.loading.agreement import agree, portable, raise_first
-from holdfast.trainer.loading.catalogue import Catalogue, Placed, sort_by_unit
 from holdfast.trainer.loading.node import (
     Address,
     ReadingNode,
@@ -39,7 +38,7 @@ from holdfast.trainer.loading.node import (
     own_window,
     published,
 )
-from holdfast.trainer.loading.read import read_wants
+from holdfast.trainer.loading.read import Catalogue, Placed, read_wants, sort_by_unit
 from holdfast.trainer.loading.stock import check_share, load_as_stock, needs_stock
 from holdfast.trainer.loading.targets import Piece, Wants, collect, collect_wholes, place_whole
 from holdfast.trainer.planning.compare_keys import (

@@ -2,7 +2,7 @@
 
 A checkpoint that only the mirror has is fetched first: to the run's folder, or to each node's disk
 if there is a node-local tier. It is then loaded like any other. Rank 0 decides. All ranks verify
-and fetch, each a share: see `loading.preparation`.
+and fetch, each a share: see `loading.restore`.
 """
 
 from __future__ import annotations

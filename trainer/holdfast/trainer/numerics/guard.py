@@ -29,8 +29,14 @@ from holdfast.contracts.records.history import excluded_checkpoints, load_events
 from holdfast.contracts.spec.sections import Numerics
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.metrics import number_of
-from holdfast.trainer.numerics.answer import Known, LossDecision, answer, policy_for
-from holdfast.trainer.numerics.detector import Anomaly, Detector
+from holdfast.trainer.numerics.detector import (
+    Anomaly,
+    Detector,
+    Known,
+    LossDecision,
+    answer,
+    policy_for,
+)
 from holdfast.trainer.process import devices
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.ranks.rank_context import RankContext

@@ -31,17 +31,22 @@ AHEAD_STEPS_MAX: Final = 1 << 31
 # Within this share of the interval, the save is taken now instead of a few steps later.
 SLACK: Final = 0.02
 
+# A decision to save for which training waits. An ordinary save is 1.
+MUST_SAVE: Final = 2
+
 
 @dataclass(frozen=True)
 class Interval:
     """Steps or seconds between checkpoints. Exactly one of them is set.
 
-    With `is_auto`, the seconds apply until costs are known.
+    With `is_auto`, the seconds apply until costs are known. With `doubling`, checkpoints are also
+    saved after this step and each doubling of it.
     """
 
     steps: int | None = None
     seconds: float | None = None
     is_auto: bool = False
+    doubling: int | None = None
 
     @classmethod
     def parse(cls, value: int | str) -> Interval:
@@ -89,6 +94,7 @@ class Cadence:
         self.next_step = step + FIRST_LOOK_STEPS
         if interval.steps:
             self.next_step = self._by_steps(step)
+        self.next_step = min(self.next_step, self._next_doubling(step))
         if looks_first:
             self.next_step = step + 1
 
@@ -100,8 +106,19 @@ class Cadence:
         """Return True if all ranks meet after `step`."""
         return step >= self.next_step
 
-    def decide(self, step: int, now: float) -> tuple[bool, int]:
-        """Decide on rank 0 at an agreed step. Return (save now, the next agreed step)."""
+    def decide(self, step: int, now: float) -> tuple[int, int]:
+        """Decide on rank 0 at an agreed step. Return (save now, the next agreed step).
+
+        A save that must not be left out, even if storage is slow, is `MUST_SAVE`.
+        """
+        save, next_step = self._decide(step, now)
+        # Not only at the step itself: the meeting may have waited for the end of an epoch.
+        if self._interval.doubling and self._next_doubling(self._looked_step) <= step:
+            save = MUST_SAVE
+        return save, min(next_step, self._next_doubling(step))
+
+    def _decide(self, step: int, now: float) -> tuple[int, int]:
+        """Decide by the interval alone."""
         if self._interval.steps:
             return step % self._interval.steps == 0, self._by_steps(step)
         interval_s = self._interval_s
@@ -123,6 +140,13 @@ class Cadence:
         every = self._interval.steps
         assert every is not None
         return min((step // every + 1) * every, self._next_look(step))
+
+    def _next_doubling(self, step: int) -> int:
+        """Return the next doubling after `step`. If none is wanted, it is as far as possible."""
+        first = self._interval.doubling
+        if first is None:
+            return step + AHEAD_STEPS_MAX
+        return first << (step // first).bit_length()
 
     def _next_look(self, step: int) -> int:
         """Return the next early meeting. If none is wanted, it is as far as a meeting can be."""

@@ -46,6 +46,17 @@ def own(number: int) -> torch.device:
     return device
 
 
+def in_use() -> torch.device:
+    """Return the current device of this thread, or the CPU if the program uses no other."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not is_streamed(accelerator):
+        return CPU
+    # Asking a device that the program does not use would open a context on it.
+    if not torch.get_device_module(accelerator).is_initialized():
+        return CPU
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
 def enter(device: torch.device) -> None:
     """Make `device` the current one of this thread.
 

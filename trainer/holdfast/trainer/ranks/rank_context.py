@@ -32,6 +32,7 @@ from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.trainer.process.flusher_supervisor import FlusherSupervisor, wait_for_former
 from holdfast.trainer.process.program import program_digest, program_stem
 from holdfast.trainer.ranks.collective import ControlGroup
+from holdfast.trainer.ranks.data_waits import DataWaits
 from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.ranks.topology import find_place
 
@@ -101,6 +102,7 @@ class RankContext:
     status_handle: int | None = None
     data_part: int = 0
     data_parts: int = 1
+    data_waits: DataWaits | None = None
 
     @property
     def attempt(self) -> AttemptPaths:
@@ -110,6 +112,8 @@ class RankContext:
         """Release all resources. With `wait`, wait for a flusher that this process started."""
         if self.flusher_supervisor is not None:
             self.flusher_supervisor.close(wait=wait)
+        if self.data_waits is not None:
+            self.data_waits.close()
         self.status_table.close()
         if self.status_handle is not None:
             os.close(self.status_handle)
@@ -144,8 +148,14 @@ def open_rank_context(
     # From here on the ranks of one node agree in its memory, see decision 43.
     ranks.meet_on(context.status_table, context.identity.local_rank)
     place = find_place(context.identity, ranks, mesh)
+    record = context.status_table.record(context.identity.local_rank)
     return replace(
-        context, identity=place.identity, data_part=place.data_part, data_parts=place.data_parts
+        context,
+        identity=place.identity,
+        data_part=place.data_part,
+        data_parts=place.data_parts,
+        # Only an agent reads them.
+        data_waits=DataWaits(record) if context.has_agent else None,
     )
 
 

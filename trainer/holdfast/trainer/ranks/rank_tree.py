@@ -472,7 +472,7 @@ class RankTree:
         # children yet, and they keep dialling.
         give_up = time.monotonic() + TIMEOUT_S
         if self.index:
-            addresses, port = json.loads(look_up(self._parent))
+            addresses, port = parse_address(look_up(self._parent))
             hello = {"tree": title, "from": self.index, "to": self._parent}
             found = dial(addresses, port, self._token, hello, give_up)
             if found is None:
@@ -507,6 +507,12 @@ def encode_address(listener: socket.socket) -> str:
         if one.family in {socket.AF_INET, socket.AF_INET6}
     ]
     return json.dumps(([*chosen, *own_addresses()], listener.getsockname()[1]))
+
+
+def parse_address(text: str) -> tuple[list[str], int]:
+    """Return the addresses and the port of `encode_address`."""
+    addresses, port = json.loads(text)
+    return list(addresses), int(port)
 
 
 _trees: Final[weakref.WeakSet[RankTree]] = weakref.WeakSet()

@@ -18,7 +18,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import SaveError, SessionError, SpecError
@@ -28,10 +28,13 @@ from holdfast.trainer.data.numbering import RESTARTED, has_restarted
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.numerics.guard import LossGuard
+from holdfast.trainer.pacing.cadence import MUST_SAVE
 from holdfast.trainer.pacing.pace import Pace
+from holdfast.trainer.process import devices
 from holdfast.trainer.process.signals import SignalFlags
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.ranks.meeting import Boundary
+from holdfast.trainer.ranks.paired_test import measure
 from holdfast.trainer.ranks.rank_context import RankContext
 from holdfast.trainer.saving.saver import Saver
 from holdfast.trainer.state.optimizer_steps import OptimizerSteps
@@ -389,6 +392,28 @@ class Loop:
             self._pace.meter.enter(time.monotonic())
             # End the save phase here: `finish_step` ran before the save.
             self._record.beat(Phase.TRAIN)
+        elif proposal is Proposal.TEST:
+            self._test(step)
+            # The test is not part of the next step's time.
+            self._pace.meter.enter(time.monotonic())
+            self._record.beat(Phase.TRAIN)
+
+    def _test(self, step: int) -> None:
+        """Measure all nodes and their links together, and journal the results."""
+        # A copy in the background would share the device and the memory.
+        self._saver.complete_copy()
+        identity, began = self._context.identity, time.monotonic()
+        found = measure(
+            self._ranks.group,
+            node=identity.node,
+            nodes=identity.nodes,
+            is_first=identity.local_rank == 0,
+            device=devices.in_use(),
+        )
+        if found is not None:
+            facts: dict[str, Any] = {"took_s": round(time.monotonic() - began, 3)}
+            facts |= found.to_json()
+            self._recorder.event(EventKind.SLOWDOWN_TESTED, step=step, **facts)
 
     def _look_at_signals(self, now: float) -> None:
         for text in self._flags.look(now) if self._flags is not None else ():
@@ -408,16 +433,23 @@ class Loop:
         if not saver.is_planned:
             # The first step created the optimizer's state, whose size sets the cost of a copy.
             saver.prepare()
-        decision = (False, 0)
+        decision = (0, 0)
         if self._ranks.rank == 0:
             # A checkpoint requested between two agreed steps does not move the next agreed step.
             is_due = cadence.is_due(step)
             now = time.monotonic()
-            decision = cadence.decide(step, now) if is_due else (wanted, cadence.next_step)
-        mine = [decision[0] or wanted, decision[1], saver.is_busy, saver.look(), self._guard.asked]
+            decision = cadence.decide(step, now) if is_due else (int(wanted), cadence.next_step)
+        mine = [
+            decision[0] or int(wanted),
+            decision[1],
+            saver.is_busy,
+            saver.look(),
+            self._guard.asked,
+        ]
         asks = [saver.wants_plan, saver.wants_save]
         agreed = self._ranks.largest([*mine, *asks, *self._pace.figures()], at)
         save, next_step, is_busy, plan_status, bad_step, is_outdated, is_spoiled, *figures = agreed
+        waits = waits or save == MUST_SAVE
         if is_spoiled and not bad_step:
             self._record.ask(0)
             # In place of the checkpoint whose image one rank has thrown away.

@@ -53,9 +53,10 @@ from holdfast.trainer.session.loop import Loop
 from holdfast.trainer.session.rank_metrics import RankMetrics
 from holdfast.trainer.session.settings import Settings
 from holdfast.trainer.session.stop_coordinator import StopCoordinator
+from holdfast.trainer.session.streaming import StreamMethods
 from holdfast.trainer.session.updates import UpdateHook
 from holdfast.trainer.slots.modes import Staging
-from holdfast.trainer.state.fit import ResumeFit
+from holdfast.trainer.state.fresh import ResumeFit
 from holdfast.trainer.state.local_buffers import warn_of_local_buffers
 from holdfast.trainer.state.made_with import describe_changes, describe_made
 from holdfast.trainer.state.objects import Stateful
@@ -88,7 +89,7 @@ def _saver_of(state: TrainState, planner: SavePlanner | None, staging: Staging) 
     )
 
 
-class Session:
+class Session(StreamMethods):
     """Makes a training program fault tolerant. Every rank makes one and uses it in the same way.
 
     It is also a context manager. If the block ends normally, it calls `close`. If the block ends
@@ -488,6 +489,8 @@ class Session:
         self._record.beat(self._record.phase)
 
     # --- data -----------------------------------------------------------------------------
+
+    stream = StreamMethods.stream
 
     @while_open
     def batch(self, dataset_size: int, global_batch: int, *, ahead: int = 0) -> Batch:

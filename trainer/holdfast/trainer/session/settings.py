@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from holdfast.contracts import environment
@@ -18,6 +18,7 @@ from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.node.reporting import report
+from holdfast.contracts.spec.checkpoint import doubling_steps
 from holdfast.contracts.spec.written import (
     DEFAULT,
     ENVIRONMENT,
@@ -111,6 +112,11 @@ def _parsed(setting: Setting, parse: Callable[[int | str], T]) -> T:
         raise SpecError(f"{OF_PROGRAM[setting.key]}: {error}") from error
 
 
+def _interval_of(setting: Setting) -> Interval:
+    """Return when to save. Only the spec and the environment can ask for doublings."""
+    return replace(_parsed(setting, Interval.parse), doubling=doubling_steps())
+
+
 _TRUTHS: Final = {"true": True, "false": False}
 
 
@@ -165,7 +171,7 @@ class Settings:
     ) -> Settings:
         """Return the settings with a program's own values, or None. Raises `SpecError`."""
         every, kept = choose(INTERVAL, interval), choose(SNAPSHOTS, snapshots)
-        interval_of, rhythm_of = _parsed(every, Interval.parse), _parsed(kept, SnapshotRhythm)
+        interval_of, rhythm_of = _interval_of(every), _parsed(kept, SnapshotRhythm)
         given = None if overlap is None else Argument(_shown(overlap), PROGRAM)
         late = choose(OVERLAP, given, default=_shown(False))
         where, found = _staging_of(staging)
@@ -188,7 +194,7 @@ class Settings:
             chosen = (*chosen, Setting(OVERLAP, _shown(False), because, lost))
         where, found = _staging_of(None)
         chosen = (*chosen, where) if where.source != DEFAULT else chosen
-        return cls(_parsed(every, Interval.parse), SnapshotRhythm(OFF), chosen, staging=found)
+        return cls(_interval_of(every), SnapshotRhythm(OFF), chosen, staging=found)
 
     def announce(self, event: Callable[..., Any], rank: int) -> None:
         """On rank 0, log the settings and the warnings, and record them in the journal."""
@@ -197,6 +203,7 @@ class Settings:
         tiers = Tiers.from_environment(os.environ)
         more = {"checkpoint.mirror": tiers.mirror, "checkpoint.local": tiers.local}
         more[DIRECTORY_KEY] = self.staging.directory
+        more["checkpoint.doubling_steps"] = str(self.interval.doubling or "")
         given = (Setting(key, value, _source_of(key)) for key, value in more.items() if value)
         lines = [*self.chosen, *given]
         text = ", ".join(map(str, lines))

@@ -87,6 +87,10 @@ class FileState:
         """True in a new run: the size of the files is known after the first step."""
         return not self._is_resumed
 
+    @property
+    def streams(self) -> None:
+        """None: checkpoints have the framework's files only."""
+
     def capture(self, progress: TrainingProgress) -> tuple[State, dict[str, Any]]:
         """Return the writers of this rank's files, and the document, which rank 0 saves.
 

@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from holdfast.trainer.process import devices
-from holdfast.trainer.state.forms import blank
-from holdfast.trainer.state.saved import STATE, SavedOptimizer
+from holdfast.trainer.state.forms import STATE, SavedOptimizer, blank
 
 OPTIONS: Final = StateDictOptions(flatten_optimizer_state_dict=True)
 

@@ -1,9 +1,10 @@
 """Other objects with a state: schedulers, scalers, averaged weights, loaders, generators.
 
-`train_state.json` distinguishes three forms. A *document* is plain data beside named tensors, the
+`train_state.json` distinguishes four forms. A *document* is plain data beside named tensors, the
 same on all ranks. A *module*, such as an `AveragedModel`, is its tensors under canonical names,
 sharded as they are. A *per-rank* object, such as a `StatefulDataLoader`, is one row of bytes for
-each rank. Only that rank saves and restores the row, and the row's key contains the rank.
+each rank. Only that rank saves and restores the row, and the row's key contains the rank. A
+*stream* has such rows too, which another number of ranks reads together.
 """
 
 from __future__ import annotations
@@ -24,15 +25,23 @@ from holdfast.contracts.records.topology import FIXED
 from holdfast.trainer.process import devices
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.names import Named, Views, as_buffer, copy_unless_same, find_named
+from holdfast.trainer.state.run_state import ElasticRows, SavedRows
 
 SCHEDULER: Final = "scheduler"
 EXTRA: Final = "extra"
 MODULE: Final = "module"
 PER_RANK: Final = "per_rank"
+STREAM: Final = "stream"
 ROW_BYTES_MIN: Final = 4096
 _LENGTH_BYTES: Final = 8
 # The state of these classes is one rank's share of the data, so it is invalid at other world sizes.
 _OF_ONE_RANK: Final = "torchdata."
+# Samplers of torch and torchdata that draw an order when their iteration begins. That of torchdata
+# 0.11 for several ranks does not save the epoch: https://github.com/meta-pytorch/data/issues/1513
+_DRAWING: Final = (
+    *("RandomSampler", "StatefulDistributedSampler", "SubsetRandomSampler"),
+    "WeightedRandomSampler",
+)
 _ELASTIC: Final = (
     "Session.sampler gives a batch_sampler, and Session.distributed_sampler a sampler, whose order "
     "is the same at every number of ranks and needs no state"
@@ -124,12 +133,33 @@ class Objects:
         for name, item in {**extra, **per_rank}.items():
             alone = name in per_rank or is_of_one_rank(item)
             (self._alone if alone else self._shared)[f"{EXTRA}.{name}"] = _stateful(name, item)
+        # Those that the program has made since, and those of the checkpoint that it has not made.
+        self._elastic: dict[str, ElasticRows] = {}
+        self._saved_rows: dict[str, SavedRows] = {}
         self._views = Views()
         self._row_bytes: dict[str, int] = {}
         self._modules_at_first = set(self.module_names())
 
     def __iter__(self) -> Any:
-        return iter((*self._shared, *self._alone))
+        return iter((*self._shared, *self._alone, *self._saved_rows))
+
+    def add_rows(self, name: str, item: ElasticRows) -> SavedRows | None:
+        """Save `item` from now on. Return what the checkpoint has of it, or None.
+
+        Raises `CheckpointError` if the name is in use.
+        """
+        key = f"{EXTRA}.{name}"
+        if not name or "." in name or key in {*self._shared, *self._alone, *self._elastic}:
+            raise CheckpointError(
+                f"name={name!r}: expected a name without dots that no other stream and no object "
+                "of extra or per_rank has"
+            )
+        self._elastic[key] = item
+        return self._saved_rows.pop(key, None)
+
+    def forgotten_rows(self) -> list[str]:
+        """Return the names of the checkpoint's streams that the program has not made."""
+        return [key.removeprefix(f"{EXTRA}.") for key in self._saved_rows]
 
     def capture(self) -> tuple[Tensors, dict[str, Any]]:
         """Return tensors by key and documents by name. Raises `CheckpointError` if not plain."""
@@ -151,7 +181,14 @@ class Objects:
             kind = type(item).__name__
             # The number of ranks is recorded, because another number cannot use the rows.
             documents[name] = {plain.MARK: PER_RANK, "class": kind, "ranks": self._world_size}
-            tensors[self._row_key(name)] = self._row(name, item.state_dict())
+            tensors[self._row_key(name, self._rank)] = self._row(name, _state_of(item))
+        for name, rows in self._elastic.items():
+            documents[name] = {
+                plain.MARK: STREAM,
+                "ranks": self._world_size,
+                "facts": rows.facts(),
+            }
+            tensors[self._row_key(name, self._rank)] = self._row(name, rows.state_dict())
         return tensors, documents
 
     def module_tensors(self) -> Tensors:
@@ -227,10 +264,9 @@ class Objects:
             if form == PER_RANK:
                 if name in self._alone:
                     self._check_ranks(name, saved)
-                    key = self._row_key(name)
-                    found[key] = torch.empty(
-                        list(shapes()[key]), dtype=torch.uint8, device=devices.CPU
-                    )
+                    found |= _empty_rows([self._row_key(name, self._rank)], shapes)
+            elif form == STREAM:
+                found |= _empty_rows(self._keys_of_rows(name, saved), shapes)
             elif form == MODULE:
                 if item is not None:
                     module = self._module_of(name, item)
@@ -254,11 +290,17 @@ class Objects:
         is.
         """
         restored, refused = [], []
+        self._saved_rows.clear()
         for name, saved in self._kept(documents, exclude):
             form = _form(saved)
             try:
                 if form == PER_RANK and name in self._alone:
-                    self._load(name, self._alone[name], _read_row(tensors[self._row_key(name)]))
+                    row = tensors[self._row_key(name, self._rank)]
+                    self._load(name, self._alone[name], _read_row(row))
+                elif form == STREAM:
+                    keys = self._keys_of_rows(name, saved)
+                    rows = [_read_row(tensors[key]) for key in keys]
+                    self._saved_rows[name] = SavedRows(dict(saved["facts"]), rows)
                 elif form == MODULE and name in self._shared:
                     for key, live in self._module_of(name, self._shared[name]).tensors.items():
                         copy_unless_same(live, tensors[key])
@@ -308,8 +350,13 @@ class Objects:
 
     # --- rows of bytes --------------------------------------------------------------------
 
-    def _row_key(self, name: str) -> str:
-        return f"{name}.rank{self._rank:05d}"
+    def _row_key(self, name: str, rank: int) -> str:
+        return f"{name}.rank{rank:05d}"
+
+    def _keys_of_rows(self, name: str, saved: Mapping[str, Any]) -> list[str]:
+        """Return the keys of a stream's rows that this rank reads: its own at the same size."""
+        ranks = range(self._rank, int(saved["ranks"]), self._world_size)
+        return [self._row_key(name, rank) for rank in ranks]
 
     def _row(self, name: str, state: Any) -> torch.Tensor:
         """Return `state` as a uint8 row of bytes, whose length grows only when needed.
@@ -327,6 +374,13 @@ class Objects:
             bytearray(len(content).to_bytes(_LENGTH_BYTES, "little") + content), dtype=torch.uint8
         )
         return row
+
+
+def _empty_rows(keys: Sequence[str], shapes: SavedShapes) -> Tensors:
+    """Return tensors to load the rows of these keys into."""
+    return {
+        key: torch.empty(list(shapes()[key]), dtype=torch.uint8, device=devices.CPU) for key in keys
+    }
 
 
 def _read_row(row: torch.Tensor) -> Any:
@@ -347,9 +401,9 @@ def _named_module(item: object, name: str) -> Named | None:
 
 
 def _form(saved: Any) -> str | None:
-    """Return MODULE, PER_RANK, or None for a document."""
+    """Return MODULE, PER_RANK, STREAM, or None for a document."""
     form = saved.get(plain.MARK) if isinstance(saved, dict) else None
-    return form if form in (MODULE, PER_RANK) else None
+    return form if form in (MODULE, PER_RANK, STREAM) else None
 
 
 def _stateful(name: str, item: Any) -> Stateful:
@@ -359,6 +413,7 @@ def _stateful(name: str, item: Any) -> Stateful:
     if isinstance(item, np.random.Generator):
         return NumpyGenerator(item)
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
+        _check_samplers(name, item)
         stateful: Stateful = item
         return stateful
     kind = type(item).__name__
@@ -366,3 +421,44 @@ def _stateful(name: str, item: Any) -> Stateful:
     if isinstance(item, Sampler | DistributedSampler | DataLoader):
         instead = f"its position in the data would be lost. {_ELASTIC}"
     raise CheckpointError(f"extra {name!r}: a {kind} has no state to save; {instead}")
+
+
+def _state_of(item: Any) -> Any:
+    """Return the state of an object of one rank.
+
+    A `StatefulDataLoader` begins its iteration when it is asked for its state. After a resume, its
+    workers would get the order of an epoch before the program calls `set_epoch`.
+    """
+    loaded = getattr(item, "next_iter_state", None)
+    if loaded is not None and is_of_one_rank(item) and getattr(item, "_iterator", item) is None:
+        return loaded
+    return item.state_dict()
+
+
+def _check_samplers(name: str, item: Any) -> None:
+    """Raise `CheckpointError` if a loader of torchdata's nodes draws an order that it cannot save.
+
+    Such a loader resumes by reading on from the same number of samples of a new order.
+    """
+    if type(item).__module__.partition(".")[0] != "torchdata":
+        return
+    waiting, seen = [getattr(item, "root", None)], set[int]()
+    while waiting:
+        node: Any = waiting.pop()
+        if id(node) in seen or not (isinstance(node, Sampler) or hasattr(node, "get_state")):
+            continue
+        seen.add(id(node))
+        if type(node).__name__ in _DRAWING and not _saves_epoch(node):
+            raise CheckpointError(
+                f"extra {name!r}: its {type(node).__name__} draws an order that its state does not "
+                "determine, so a resume would repeat and lose samples; use torch's "
+                "DistributedSampler, with num_replicas=1 for one rank"
+            )
+        for value in vars(node).values():
+            waiting += value.values() if isinstance(value, dict) else [value]
+
+
+def _saves_epoch(sampler: Any) -> bool:
+    """Return True if the state of a sampler has its epoch, as in versions after torchdata 0.11."""
+    saved = sampler.state_dict() if hasattr(sampler, "state_dict") else ()
+    return any("epoch" in str(key) for key in saved)

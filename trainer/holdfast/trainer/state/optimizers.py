@@ -25,9 +25,13 @@ from holdfast.trainer.state import plain
 from holdfast.trainer.state.forms import (
     ADDED,
     DOTTED,
+    GROUPS,
     OTHER,
     SIMPLE,
+    STATE,
     Forms,
+    SavedOptimizer,
+    SavedPart,
     assemble,
     blank,
     form_of,
@@ -36,7 +40,6 @@ from holdfast.trainer.state.forms import (
     view_of,
 )
 from holdfast.trainer.state.names import copy_unless_same
-from holdfast.trainer.state.saved import GROUPS, STATE, SavedOptimizer, SavedPart
 
 # The state keys that torch's own optimizers have for a stepped parameter, by their options.
 #

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -52,6 +52,40 @@ class Restored:
     reseeded: bool = False
 
 
+class ElasticRows(Protocol):
+    """An object whose rows any number of ranks can continue together, such as a stream."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return plain data that is the same on all ranks."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state as plain data."""
+        ...
+
+
+class SavedRows(NamedTuple):
+    """The saved `facts` of an `ElasticRows`, and the rows that this rank has read.
+
+    The ranks have read all rows together. At the same size, each has read its own.
+    """
+
+    facts: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+
+class Streams(Protocol):
+    """Saves and restores objects that a program makes after its checkpoint was loaded."""
+
+    def add_rows(self, name: str, item: ElasticRows) -> SavedRows | None:
+        """Save `item` from now on. Return what the checkpoint has of it, or None."""
+        ...
+
+    def forgotten_rows(self) -> list[str]:
+        """Return the names of the checkpoint's streams that the program has not made."""
+        ...
+
+
 class ProgramState(Protocol):
     """The state of one program on one rank."""
 
@@ -74,6 +108,11 @@ class ProgramState(Protocol):
 
     def weights(self) -> Iterable[torch.Tensor]:
         """Return the local parameters and buffers of the model."""
+        ...
+
+    @property
+    def streams(self) -> Streams | None:
+        """What saves and restores streams, or None if these checkpoints cannot."""
         ...
 
     def close(self) -> None:

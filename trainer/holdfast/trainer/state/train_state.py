@@ -27,9 +27,8 @@ from holdfast.trainer.planning.compare_keys import Selection
 from holdfast.trainer.planning.signature import flatten
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.state import fsdp1, own_loading, rng
-from holdfast.trainer.state.fit import FIT, ResumeFit
-from holdfast.trainer.state.forms import Forms
-from holdfast.trainer.state.fresh import Fresh, describe
+from holdfast.trainer.state.forms import Forms, SavedOptimizer
+from holdfast.trainer.state.fresh import FIT, Fresh, ResumeFit, describe
 from holdfast.trainer.state.imported import FORMAT, find_ties, is_imported, names_in
 from holdfast.trainer.state.local_buffers import warn_of_lost_states
 from holdfast.trainer.state.names import (
@@ -52,7 +51,6 @@ from holdfast.trainer.state.optimizers import (
 )
 from holdfast.trainer.state.own_loading import OwnLoading
 from holdfast.trainer.state.run_state import Restored, State, TrainingProgress
-from holdfast.trainer.state.saved import SavedOptimizer
 
 # Keys of a train state besides those of the model and the optimizers.
 
@@ -411,6 +409,11 @@ class TrainState:
 
     def rewind_seeds(self) -> None:
         self._generators.rewind_seeds()
+
+    @property
+    def streams(self) -> Objects:
+        """The objects, to which streams are added after a load."""
+        return self._objects
 
     # --- model and optimizers -------------------------------------------------------------
 

@@ -15,16 +15,21 @@ from holdfast.contracts.node.channel import ChannelHost
 from holdfast.contracts.node.rank_status import NOWHERE
 from holdfast.contracts.records.attempt import LaunchRecord, Outcome
 from holdfast.contracts.records.history import goes_on_after_numerics, stopped_for_numerics
+from holdfast.contracts.spec.steps_total import steps_total
 from holdfast.contracts.states import Cause
+from holdfast.workers.agent.blame import blame_checkpoint
 from holdfast.workers.agent.context import LAUNCHES_MAX, AgentContext, NodePlace, take_number
-from holdfast.workers.agent.departure import Departure
+from holdfast.workers.agent.departure import Departure, SlowNodes
+from holdfast.workers.agent.health.gpus import GpuJudge
 from holdfast.workers.agent.health.watch import HealthWatch
 from holdfast.workers.agent.launch.warm_standby import StandbyPlan
 from holdfast.workers.agent.losses import (
     events_of_leads,
     launches_before,
     lost_numbers,
+    may_continue_without,
     plan_without,
+    stop_of,
 )
 from holdfast.workers.agent.neighbours import Neighbours
 from holdfast.workers.agent.node import CrashReport, LedNode, NodeReport
@@ -42,9 +47,17 @@ from holdfast.workers.agent.stops.sources import (
     drain_until,
     kill_at,
 )
-from holdfast.workers.agent.succession import renew
+from holdfast.workers.agent.succession import FIRST, begin_term, renew, step_back
 from holdfast.workers.agent.watch.hangs import HangWatch
-from holdfast.workers.decisions.causes import Ending, RankFailure, hung_ending, with_numerics_stop
+from holdfast.workers.agent.watch.paired_test import PairedTests
+from holdfast.workers.decisions.blame import HUNG_IN_LOAD, crash_facts
+from holdfast.workers.decisions.causes import (
+    Ending,
+    RankFailure,
+    first_failure,
+    hung_ending,
+    with_numerics_stop,
+)
 from holdfast.workers.decisions.policy import BUDGETS, decide_in_place
 
 # How a launch ended, from node 0's view.
@@ -76,6 +89,23 @@ class Ended:
     def resumed(self) -> int:
         """The step after which this launch started, or `NOWHERE`."""
         return max(self.saved[0], *(r.resumed for r in self.reports), NOWHERE)
+
+    @property
+    def is_loading(self) -> bool:
+        """True if the ranks had begun to load a checkpoint and none of them had finished."""
+        phases = {phase for report in self.reports for phase in report.phases}
+        return "LOAD" in phases and self.resumed == NOWHERE
+
+    def first_failure(self) -> dict[str, Any]:
+        """Return the rank that failed first, as facts of a journal line; {} if none is named.
+
+        A negative `rank_exit_code` is the signal that killed the rank.
+        """
+        first = first_failure(self.crash_report.failures)
+        if self.ending != "crashed" or first is None:
+            return {}
+        host = first.host or None
+        return {"rank": first.rank, "host": host, "rank_exit_code": first.exit_code}
 
     @property
     def gained(self) -> bool:
@@ -168,6 +198,7 @@ class Lead:
         self._listener = StopListener(context, signals, self._stops)
         self.group = NodeGroup(context, journal, self._listener, runtime)
         self.health = HealthWatch(context, self.group, self._listener, journal)
+        self.gpus = GpuJudge(context.request.health, context.attempt.number, journal)
         self.root = RootCheck(context, self.group, journal)
         # Set if the program saves by itself, without a session.
         self.program = runtime.program if context.request.program.is_watched else None
@@ -175,12 +206,18 @@ class Lead:
         self.nodes = context.nodes
         self._change: dict[str, Any] = {}
         self._restarts = 0
+        # Nodes know the first term from the start.
+        self._begun_term = FIRST
         self._announced: StopRequest | None = None
         self._hangs = HangWatch(context.request, context.attempt, journal)
         self._agreement = StopAgreement(self.group, journal, context.attempt.number, self._note)
+        ask_test = self._agreement.early_save.ask_test
+        self._tests = PairedTests(context, self._hangs, ask_test, journal)
+        self.slow = SlowNodes(context, self._tests, self._note)
         self._departure = Departure(
-            context, self.group, self._agreement, self._listener, self._note
+            context, self.group, self._agreement, self._listener, self._note, self.slow
         )
+        self._runtime = runtime
         self._neighbours = Neighbours(context, self.group, journal, lambda: runtime.step_s)
         self._standby_plan = StandbyPlan(context, self.group.address, self._note)
 
@@ -228,17 +265,19 @@ class Lead:
             last_step=ended.completed if ended.gained else None,
         )
         self.launches.append(ended.record(number, started_at))
+        self._listener.recall(stop_of(events))
         left = set(range(self.context.nodes_of_job)) - lost_numbers(events)
         self.group.gather_left(self._host, left - {self.context.node}, number, JOIN_WAIT_S)
-        self.group.lost.insert(0, before.host)
+        self.group.take_losses(before.host, self.nodes, events)
         self.group.term = before.term
-        if self._may_go_on(ended) and self.health.passes("after"):
+        if self.stop_request is None and self._may_go_on(ended) and self.health.passes("after"):
             self._launch_until_done()
         self._listener.end()
         self._await_mirror()
 
     def _launch_until_done(self) -> None:
         for _ in range(LAUNCHES_MAX):
+            self._begin_term()
             ended = self.last = self._run_launch(take_number(self.context.attempt))
             if ended.ending == "drained" and self.stop_request is None:
                 if not self._depart(ended):
@@ -251,6 +290,14 @@ class Lead:
             self._listener.wait(0.0 if ended.gained else RESTART_PAUSE_S)
             if self.stop_request is not None or not self.health.passes("after"):
                 break
+
+    def _begin_term(self) -> None:
+        """Before the first launch of a term, let all nodes of the launch know the term."""
+        term = self.group.term
+        if term != self._begun_term:
+            self.group.ask_all(lambda node: node.expect(term))
+            begin_term(self.context, term)
+            self._begun_term = term
 
     def _gather(self) -> bool:
         """Wait for the other nodes; return False if some of them end the attempt."""
@@ -280,9 +327,11 @@ class Lead:
         started_at = time.time()
         self._agreement.begin()
         self._departure.begin()
+        self.gpus.begin()
         port = self._standby_plan.take_port(number, self.group.nodes, self.group.reports.values())
         address = self.group.address()
         self._hangs.begin(number, self.world_size)
+        self._tests.begin(number)
         self._journal.append(
             EventKind.LAUNCH_STARTED,
             attempt=self.context.attempt.number,
@@ -303,6 +352,7 @@ class Lead:
         ended = self._end_launch(ending, number)
         if self._has_departed(ended):
             ended = replace(ended, ending="drained")
+        self.launches.append(ended.record(number, started_at))
         self._journal.append(
             EventKind.LAUNCH_ENDED,
             attempt=self.context.attempt.number,
@@ -312,9 +362,20 @@ class Lead:
             last_step=ended.completed if ended.gained else None,
             trained_until=trained_until,
             hangs_from=trained_until - silent_s if silent_s else None,
+            **ended.first_failure(),
+            **self._crash_facts(ended),
         )
-        self.launches.append(ended.record(number, started_at))
         return ended
+
+    def _crash_facts(self, ended: Ended) -> dict[str, Any]:
+        """Return in which way the last launch crashed, as facts of a journal line."""
+        if self.stop_request is not None:
+            return {}
+        if ended.ending == "hung" and ended.is_loading and not self._hangs.is_on_storage:
+            return {"cause": str(Cause.HANG), "crash": HUNG_IN_LOAD}
+        if ended.ending != "crashed":
+            return {}
+        return crash_facts(*self.bad_ending(ended), None if ended.is_loading else ended.completed)
 
     @property
     def _is_alone(self) -> bool:
@@ -349,6 +410,7 @@ class Lead:
             self._handle_notices()
             self._announce()
             self.group.poll()
+            self.gpus.look(self.group.reports)
             if ending := self._find_ending():
                 return ending
             if (stop_request := self.stop_request) is None:
@@ -368,7 +430,7 @@ class Lead:
         """Stop the ranks if there are drained nodes to leave; return the ending once they have."""
         departure = self._departure
         if self.program is None and not self._agreement.is_reached and not self.group.is_silent:
-            departure.look()
+            departure.look(self._remaining_s())
         if departure.plan is None:
             self._plan_ahead()
             return ""
@@ -378,6 +440,12 @@ class Lead:
             return "killed"
         departure.pursue()
         return ""
+
+    def _remaining_s(self) -> float | None:
+        """Return how long the steps that are left take, or None if their number is unknown."""
+        total = steps_total(self.context.request.config)
+        done = max((report.completed for report in self.group.reports.values()), default=NOWHERE)
+        return None if total is None else max(0, total - done) * self._runtime.step_s
 
     def _has_departed(self, ended: Ended) -> bool:
         """Return True if the launch ended to leave drained nodes."""
@@ -415,6 +483,7 @@ class Lead:
         """Agree on an early save that was requested, and start warm standbys once they are due."""
         if not self.group.is_whole or self.group.is_silent or self.program is not None:
             return
+        self._tests.look([node.name for node in self.group.nodes])
         self._agreement.pursue_save()
         self._neighbours.look()
         reports = self.group.reports.values()
@@ -435,11 +504,13 @@ class Lead:
         """End every node's processes, let the flushers finish, and collect the reports."""
         group = self.group
         if group.lost and self.stop_request is None:
+            self._give_way()
             # Before a lost node that is alive after all can take the term.
             group.term = renew(self.context)
         group.ask_all(lambda node: node.kill())
         self._drain()
         group.ask_reports()
+        self.gpus.look(group.reports)
         is_bad = ending in {"crashed", "stopped"}
         crash_reports = group.ask_all(lambda node: node.crash_report()) if is_bad else []
         reports = tuple(group.reports.values())
@@ -456,6 +527,16 @@ class Lead:
             hang=self._hangs.evidence,
             saved=steps_saved(events, attempt.number, number, reports),
         )
+
+    def _give_way(self) -> None:
+        """If this node is the one that is cut off, let another one continue with the others."""
+        context, heartbeat = self.context, self._runtime.heartbeat
+        if self.group.is_cut_off() and may_continue_without(context, self.nodes, context.host):
+            self._note(f"{context.host} has lost the others, so it waits for another lead")
+            self.group.ask_all(lambda node: node.kill())
+            heartbeat.is_paused = True
+            step_back(context, lambda: self.stop_request is not None)
+            heartbeat.is_paused = False
 
     def _drain(self) -> None:
         """Let every node's flusher commit what is sealed."""
@@ -528,6 +609,8 @@ class Lead:
         """Continue without the drained nodes; return False if it cannot, after a loss of others."""
         plan, is_lost = self._departure.plan, bool(self.group.lost)
         assert plan is not None
+        training = [node.name for node in self.group.nodes]
+        slow = self.slow.have_left(plan.leave, training, are_replaced=plan.way == "spare")
         self.group.release(plan.leave)
         if is_lost:
             return self._may_go_on(ended)
@@ -542,6 +625,7 @@ class Lead:
             "joined": joined,
             "drained": list(plan.leave),
             "reason": plan.why,
+            **({"slow": slow} if slow else {}),
         }
         return True
 
@@ -567,8 +651,9 @@ class Lead:
 
     def _may_restart(self, ended: Ended) -> bool:
         """Decide about another launch on the same nodes, and journal the decision."""
-        ending = self.bad_ending(ended)[0]
+        ending, number = self.bad_ending(ended)[0], self.launches[-1].number
         self.launches[-1] = self.launches[-1].model_copy(update={"cause": ending.cause})
+        may_blame = "crash" in self._crash_facts(ended)
         decision = decide_in_place(
             ending,
             restarts=self._restarts,
@@ -579,6 +664,7 @@ class Lead:
             + sum(one.cause is Cause.HANG for one in self.launches),
             hangs_max=self._supervision.budgets.get(Cause.HANG, BUDGETS[Cause.HANG]),
             rolled_back=goes_on_after_numerics(*self._last_events()),
+            blamed=blame_checkpoint(self.context, number, self._journal) if may_blame else "",
         )
         self.verdict = decision.reason
         self._note(f"{decision.action} in place: {decision.reason}")
@@ -588,10 +674,20 @@ class Lead:
     def bad_ending(self, ended: Ended) -> tuple[Ending, RankFailure | None]:
         """Return how the crashed or hung launch ended, and the rank that failed first."""
         if ended.hang:
-            ending, first = hung_ending(ended.hang), None
+            ending, first = hung_ending(ended.hang), self._first_hung()
         else:
             ending, first = ended.crash_report.classify(self.group.lost, ended.unsaved)
-        return with_numerics_stop(ending, stopped_for_numerics(*self._last_events())), first
+        ending = with_numerics_stop(ending, stopped_for_numerics(*self._last_events()))
+        return self.gpus.explain(ending, len(ended.reports)), first
+
+    def _first_hung(self) -> RankFailure | None:
+        """Return the rank that the others wait for, if the flight records name only one host."""
+        nodes = self.group.nodes
+        places = {rank // self.context.request.ranks_per_node for rank in self._hangs.missing}
+        if len(places) != 1 or max(places) >= len(nodes):
+            return None
+        first = min(self._hangs.missing)
+        return RankFailure(rank=first, exit_code=0, host=nodes[places.pop()].name)
 
     def _last_events(self) -> tuple[list[Event], int, int]:
         """Return rank 0's journal, and the numbers of this attempt and its last launch."""

@@ -18,9 +18,16 @@ from holdfast.contracts.records.attempt import (
 )
 from holdfast.contracts.records.history import RunHistory, load_identity, read_events
 from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.decisions.drained_nodes import DrainPlan, may_leave, plan_departure
-from holdfast.workers.decisions.lost_nodes import NodePlan, plan_nodes
+from holdfast.workers.agent.stops.sources import StopRequest
+from holdfast.workers.decisions.drained_nodes import (
+    DrainPlan,
+    NodePlan,
+    may_leave,
+    plan_departure,
+    plan_nodes,
+)
 from holdfast.workers.runs.feasibility import Feasibility
 
 _OF_OTHER_NODES: Final = re.compile(r"(?:node-(?!0000\.)|mirror-)\d+\.jsonl")
@@ -49,14 +56,29 @@ def plan_without(
         return NodePlan(reason=f"lost nodes: {', '.join(lost)}; {error}")
 
 
+def may_continue_without(context: AgentContext, nodes: int, lead: str) -> bool:
+    """Return True if the attempt can continue without its lead on host `lead`.
+
+    `nodes` nodes train. Files of a program without a session are found by node 0 alone.
+    """
+    if context.request.program.is_watched:
+        return False
+    spares = context.nodes_of_job - nodes
+    return bool(plan_without(context, nodes=nodes, lost=[lead], spares=spares).way)
+
+
 def plan_without_drained(
     context: AgentContext,
     *,
     drained: Mapping[str, str],
     training: Sequence[str],
     spares: Sequence[str],
+    what: str = "drained",
 ) -> DrainPlan:
-    """Return how the attempt leaves its drained hosts; the sizes are those of `plan_without`."""
+    """Return how the attempt leaves its drained hosts; the sizes are those of `plan_without`.
+
+    `what` is said of these hosts: `drained` or `slow`.
+    """
     try:
         spec, fits = _sizes(context.run)
         if not may_leave(spec, context.request):
@@ -68,9 +90,10 @@ def plan_without_drained(
             spares=spares,
             restarts_max=context.request.supervision.restarts_in_place,
             fits=fits,
+            what=what,
         )
     except (HoldfastError, OSError) as error:
-        return DrainPlan(reason=f"drained nodes: {', '.join(drained)}; {error}")
+        return DrainPlan(reason=f"{what} nodes: {', '.join(drained)}; {error}")
 
 
 def _sizes(run: RunPaths) -> tuple[RunSpec, Callable[[int], bool]]:
@@ -122,6 +145,41 @@ def launches_before(events: Iterable[Event], launch: int) -> tuple[list[LaunchRe
             found.append(_record(event, begun.get(number, event).time))
     started_at = begun[launch].time if launch in begun else 0.0
     return sorted(found, key=lambda one: one.number), started_at
+
+
+def stop_of(events: Iterable[Event]) -> StopRequest | None:
+    """Return the stop request that leads have journaled, with the earliest deadline."""
+    found: StopRequest | None = None
+    for event in events:
+        if event.kind is not EventKind.SIGNAL:
+            continue
+        data = event.data
+        stop_request = StopRequest(
+            source=str(data["source"]),
+            name=str(data["name"]),
+            cause=Cause(data["cause"]),
+            requested_at=event.time,
+            deadline=data.get("deadline"),
+            detail=str(data.get("detail", "")),
+        )
+        found = stop_request if found is None else found.with_deadline_of(stop_request)
+    return found
+
+
+def lost_of_launch(
+    missing: int, *, lead: str, unjoined: Iterable[str], events: Iterable[Event]
+) -> list[str]:
+    """Return the hosts of the `missing` nodes of a launch whose lead, on host `lead`, is lost.
+
+    Among `unjoined` may be spare nodes, whose numbers come last. Nodes that an earlier lead had
+    lost before it could begin a launch are only in the journals, of which `events` are the lines.
+    """
+    reported = [
+        str(event.data.get("host") or "")
+        for event in events
+        if event.kind is EventKind.NODE_LOST and not event.data.get("is_spare")
+    ]
+    return list(dict.fromkeys([lead, *unjoined, *reversed(reported)]))[:missing]
 
 
 def lost_numbers(events: Iterable[Event]) -> set[int]:

@@ -1,6 +1,6 @@
-"""The entry point of the agent, which submitit starts on every node of an attempt.
+"""The entry point of the agent, which the job starts on every node of an attempt.
 
-What submits the job imports this module too, so the agent itself is loaded in the job.
+The agent itself is imported after torchrun has been started, so that both load at the same time.
 """
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ from holdfast.contracts.records.attempt import (
 from holdfast.workers.agent.claim import wait_for_claim
 from holdfast.workers.agent.context import AgentContext, NodePlace
 from holdfast.workers.agent.leading import end_job, take_over
-from holdfast.workers.agent.losses import plan_without
+from holdfast.workers.agent.losses import may_continue_without
 from holdfast.workers.agent.node import NodeReport
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.stops.signals import SignalBox
-from holdfast.workers.agent.succession import next_lead
+from holdfast.workers.agent.succession import StillLeadsError, next_lead
 
 POLL_S: Final = 0.05
 LISTEN_S: Final = 0.2
@@ -55,10 +55,12 @@ def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
             journal.append(EventKind.NOTE, attempt=context.attempt.number, text=str(error))
         return f"node {context.node} exits: {error}"
     runtime = NodeRuntime(context)
-    lead = 0
+    lead, term = 0, 0
     try:
         while True:
             try:
+                if term:
+                    member, term = _rejoin(context, runtime, term), 0
                 _serve(context, runtime, member, signals)
                 return f"node {context.node} finished"
             except DismissedError as error:
@@ -74,8 +76,7 @@ def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
                     return f"node {context.node} exits: {error}"
                 if found.node == context.node:
                     return take_over(context, signals, runtime, found.number, lost_host)
-                lead = found.node
-                member = _join(context, context.attempt.channel_of(found.number), runtime)
+                lead, term = found.node, found.number
     except AgreementError as error:
         runtime.note(str(error))
         return f"node {context.node} exits: {error}"
@@ -100,6 +101,14 @@ def _join(
         hello |= {"place": runtime.place.node, "launch": runtime.heartbeat.launch}
         timeout_s = min(timeout_s, REJOIN_S)
     return ChannelMember(channel, hello, timeout_s)
+
+
+def _rejoin(context: AgentContext, runtime: NodeRuntime, term: int) -> ChannelMember:
+    """Join the lead of a later term. Raises `ConnectionError` if that one is lost, too."""
+    try:
+        return _join(context, context.attempt.channel_of(term), runtime)
+    except AgreementError as error:
+        raise ConnectionError(str(error)) from error
 
 
 def _serve(
@@ -149,6 +158,9 @@ def _forwarding(signals: SignalBox, member: ChannelMember) -> Iterator[None]:
     def forward() -> None:
         # The agent's own loop finds out when node 0 is gone.
         with contextlib.suppress(ConnectionError):
+            # The lead before may not have acted on them.
+            if heard := list(signals.heard):
+                member.tell(signals=heard)
             while not is_over.is_set():
                 if names := signals.wait(LISTEN_S):
                     member.tell(signals=names)
@@ -226,6 +238,8 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
         return {"won": runtime.race(question["shared"], question["number"])}
     elif kind == "health":
         runtime.check_health(question["checks"], question["round"], question["meeting"])
+    elif kind == "expect":
+        runtime.expect(question["term"])
     elif kind == "protect":
         runtime.protect(question["launch"], question["node"], question["holder"])
     elif kind == "copy":
@@ -264,7 +278,14 @@ def _without_lead(
     runtime.drain(ORPHAN_DRAIN_S, lost=(0,), mirror=True)
     if context.attempt.outcome.exists():
         return None, host
-    found = next_lead(context, runtime, lead, lambda: _may_continue(context, runtime, host))
+    nodes = runtime.place.nodes
+    try:
+        found = next_lead(
+            context, runtime, lead, lambda: may_continue_without(context, nodes, host)
+        )
+    except StillLeadsError as alive:
+        runtime.note(str(alive))
+        return None, host
     if found is None or found.node == context.node:
         with JournalWriter(context.attempt.node_journal(context.node)) as journal:
             journal.append(
@@ -287,15 +308,3 @@ def _ends_job(context: AgentContext, runtime: NodeRuntime) -> bool:
         return False
     found = read_document(Term, context.attempt.term_end(number)) if number in ends else None
     return found is None or found.node == context.node
-
-
-def _may_continue(context: AgentContext, runtime: NodeRuntime, lost_host: str) -> bool:
-    """Return True if the attempt can continue without its lead, by the spec and its checkpoint.
-
-    Files of a program without a session are found by node 0 alone.
-    """
-    if context.request.program.is_watched:
-        return False
-    nodes = runtime.place.nodes
-    spares = context.nodes_of_job - nodes
-    return bool(plan_without(context, nodes=nodes, lost=[lost_host], spares=spares).way)

@@ -10,8 +10,7 @@ from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.node import LedNode
 from holdfast.workers.agent.node_group import NodeGroup
-from holdfast.workers.decisions.copy_rounds import FACTOR_MAX, CopyState, RoundEnd
-from holdfast.workers.decisions.neighbours import choose_neighbours
+from holdfast.workers.decisions.neighbours import FACTOR_MAX, CopyState, RoundEnd, choose_neighbours
 
 # The shortest time between two rounds.
 PAUSE_S: Final = 1.0

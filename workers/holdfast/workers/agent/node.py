@@ -15,6 +15,7 @@ from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.watch.silence import RankStatus
 from holdfast.workers.agent.watch.stacks import StackSample
 from holdfast.workers.decisions.causes import Ending, RankFailure, SaveFailure, classify_crash
+from holdfast.workers.decisions.gpu_faults import GpuFinding
 from holdfast.workers.nodes.root_probe import RootProblem
 
 
@@ -37,7 +38,8 @@ class NodeReport:
 
     `registered` ranks have used the status table, and `alive` of them still run. Each rank has
     entered step `entered` or a later one. `asked` is the step about whose loss a rank asks all
-    others to agree. `standby` is the launch for which a warm standby waits, or 0.
+    others to agree. `standby` is the launch for which a warm standby waits, or 0. `gpus` is what is
+    wrong with its GPUs since the launch began.
     """
 
     exit_code: int | None
@@ -55,6 +57,7 @@ class NodeReport:
     host_address: str = ""
     copied: CopyRound = CopyRound()
     health: HealthFinding | None = None
+    gpus: tuple[GpuFinding, ...] = ()
 
     @property
     def has_left(self) -> bool:
@@ -75,6 +78,7 @@ class NodeReport:
                 "sample": StackSample.from_json(sample) if sample else None,
                 "health": HealthFinding(**health) if health else None,
                 "copied": CopyRound(**data.get("copied", {})),
+                "gpus": tuple(GpuFinding(**finding) for finding in data.get("gpus", ())),
             }
         )
 
@@ -87,6 +91,7 @@ class NodeReport:
             "sample": self.sample.to_json() if self.sample else None,
             "health": self.health.to_json() if self.health else None,
             "copied": asdict(self.copied),
+            "gpus": [finding.to_json() for finding in self.gpus],
         }
 
 
@@ -159,6 +164,10 @@ class LedNode(NodePort, Protocol):
 
         If `is_alone`, torchrun runs without those of other nodes, and the ranks meet at `port`.
         """
+        ...
+
+    def expect(self, term: int) -> object:
+        """Let the node know that it takes part in the first launch of a term, if that begins."""
         ...
 
     def protect(self, launch: int, node: int, holder: int) -> object:

@@ -13,13 +13,14 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, Final, TypeVar
 
-from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.node import clocks
 from holdfast.contracts.node.agreement import begin
-from holdfast.contracts.node.channel import CALL_TIMEOUT_S, ChannelHost, Peer
+from holdfast.contracts.node.channel import CALL_TIMEOUT_S, ChannelHost, Peer, SilentError
 from holdfast.contracts.node.rank_status import Proposal
 from holdfast.workers.agent.context import AgentContext, NodePlace
 from holdfast.workers.agent.launch.torchrun import KILL_WAIT_S
+from holdfast.workers.agent.losses import lost_of_launch
 from holdfast.workers.agent.node import CrashReport, LedNode, NodeReport
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.runtime import NodeRuntime
@@ -68,6 +69,9 @@ class RemoteNode:
 
     def prepare(self, launch: int, address: str, port: int) -> Future[None]:
         return self._peer.ask("prepare", _nothing, launch=launch, address=address, port=port)
+
+    def expect(self, term: int) -> Future[None]:
+        return self._peer.ask("expect", _nothing, term=term)
 
     def protect(self, launch: int, node: int, holder: int) -> Future[None]:
         return self._peer.ask("protect", _nothing, launch=launch, node=node, holder=holder)
@@ -173,6 +177,8 @@ ANSWER_S_MIN: Final = 0.5
 AGREE_WAIT_S: Final = 5.0
 LOOK_S: Final = 0.5
 SPARE_POLL_S: Final = 5.0
+# Of nodes behind the same cut, the first and the last are found to be silent this far apart.
+SILENT_TOGETHER_S: Final = 60.0
 JOIN_POLL_S: Final = 0.1
 
 T = TypeVar("T")
@@ -196,6 +202,8 @@ class NodeGroup:
         # Those that were lost in earlier launches, and those that wait to take a lost one's place.
         self.dropped: list[str] = []
         self.spares: list[RemoteNode] = []
+        # When nodes that may be alive behind a cut network were last heard of, by name.
+        self._silent: dict[str, float] = {}
         # The lead's term. Nodes that take part in its launches may take the next one.
         self.term = 1
         self.reports: dict[str, NodeReport] = {}
@@ -341,6 +349,12 @@ class NodeGroup:
             self.lost.append(name)
             self._journal_loss(number, name, f"it did not join within {timeout_s:.0f} s")
 
+    def take_losses(self, lead: str, nodes: int, events: Sequence[Event]) -> None:
+        """Set which of the last launch's `nodes` nodes are lost. Call it after `gather_left`."""
+        unjoined, missing = self.lost, nodes - 1 - len(self._remotes)
+        self.lost = lost_of_launch(missing, lead=lead, unjoined=unjoined, events=events)
+        self.dropped += [name for name in unjoined if name not in self.lost]
+
     def forget_reports(self) -> None:
         """Forget the reports of the previous launch, also those that are on their way.
 
@@ -434,6 +448,21 @@ class NodeGroup:
         self._keep(self._here.name, answers[0][1])
         self._take_reports()
 
+    def is_cut_off(self) -> bool:
+        """Return True if more nodes have just fallen silent than still answer this one.
+
+        Then this node has probably been cut off, and the others are alive. Waits for the spares.
+        """
+        now, waiting = time.monotonic(), [spare.name for spare in self.spares]
+        silent = {name for name, at in self._silent.items() if now - at < SILENT_TOGETHER_S}
+        present = {node.name for node in self.nodes}
+        if len(silent) + len(waiting) <= len(present):
+            return False
+        asked = {spare.name: spare.report() for spare in self.spares}
+        done = concurrent.futures.wait(asked.values(), AGREE_WAIT_S).done
+        heard = {name for name, future in asked.items() if future in done and _succeeded(future)}
+        return len(silent) + len(asked.keys() - heard) > len(present | heard)
+
     def announce(self, deadline: float | None) -> None:
         """Announce a stop request and its deadline to all nodes' ranks, without waiting."""
         for node in reversed(self.nodes):
@@ -509,6 +538,8 @@ class NodeGroup:
                 self.spares = spares
                 (self.dropped if is_spare else self.lost).append(node.name)
                 facts = {"is_spare": True} if is_spare else {}
+                if isinstance(error, SilentError):
+                    self._silent[node.name] = time.monotonic()
                 number = getattr(node, "number", self._context.node)
                 self._journal_loss(number, node.name, str(error), **facts)
 
@@ -521,6 +552,10 @@ class NodeGroup:
             detail=detail,
             **facts,
         )
+
+
+def _succeeded(future: Future[Any]) -> bool:
+    return future.exception() is None
 
 
 def await_result(future: Future[T], give_up_at: Callable[[], float]) -> T:

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
@@ -18,6 +19,7 @@ from holdfast.contracts.spec.secrets import plain_part
 from holdfast.workers.agent.context import AgentContext, NodePlace
 from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
 from holdfast.workers.agent.health.checks import HealthChecks
+from holdfast.workers.agent.health.gpus import GpuHealth
 from holdfast.workers.agent.launch.command import Handles, place_environment
 from holdfast.workers.agent.launch.flusher_supervisor import AgentFlusherSupervisor
 from holdfast.workers.agent.launch.torchrun import Torchrun
@@ -64,6 +66,7 @@ class NodeRuntime(StatusPort):
         self._stacks = StackTaker()
         self._health = HealthChecks(context)
         self.check_health = self._health.start
+        self._gpu_health = GpuHealth(self.heartbeat.gpus, context.request.health)
         supervision = context.request.supervision
         self._notices = NoticeWatch(
             supervision.notices,
@@ -108,6 +111,7 @@ class NodeRuntime(StatusPort):
         self.flusher_supervisor.tend()
         self.status_table.reset()
         self._watch.begin()
+        self._gpu_health.begin()
         self._is_stopping = self._is_told = False
         self._signalled.clear()
         if self.program is not None:
@@ -121,8 +125,8 @@ class NodeRuntime(StatusPort):
 
     @property
     def is_training(self) -> bool:
-        """True if this node takes part in the newest launch that it knows, which no stop ends."""
-        return self.heartbeat.launch > 0 and not self._is_stopping
+        """True if this node takes part in the newest launch that it knows."""
+        return self.heartbeat.launch > 0
 
     def lead(self) -> None:
         """Write the heartbeats of all nodes from now on, in place of a lost lead."""
@@ -161,6 +165,9 @@ class NodeRuntime(StatusPort):
                 traceback=f"{type(error).__name__}: {error}",
                 host=context.host,
             )
+
+    def expect(self, term: int) -> None:
+        self.place = replace(self.place, term=term)
 
     def protect(self, launch: int, node: int, holder: int) -> None:
         self.flusher_supervisor.protect(launch, node, holder)
@@ -230,6 +237,7 @@ class NodeRuntime(StatusPort):
             standby=self._check_standby(),
             copied=self._copied,
             health=self._health.finding,
+            gpus=self._gpu_health.findings(),
         )
 
     def _poll(self) -> int | None:

@@ -2,8 +2,12 @@
 
 Terms are numbered files, created exclusively. Node 0 has term 1, the claim. A lead takes the next
 term before it continues without lost nodes, and before it writes the outcome. A node that took part
-in the newest term's launch may take the next one when that lead is lost. So of two nodes that each
-believe the other to be lost, only one continues, and the other neither trains nor ends the attempt.
+in the newest launch may take the next one when its lead is lost. So of two nodes that each believe
+the other to be lost, only one continues, and the other neither trains nor ends the attempt.
+
+A lead may be lost after it took a term and before its nodes know of it. So one more file, created
+exclusively, decides whether launches begin in a term: the lead creates it once all nodes of the
+launch know the term, or a node that does not know the term, before it takes the next one.
 
 Only the node that would take the term reads whether the attempt can continue. If it cannot, that
 node leaves a file. The others read nothing but the terms.
@@ -21,6 +25,7 @@ from holdfast.contracts.records.attempt import (
     Term,
     create_document,
     newest_term,
+    read_document,
     read_terms,
 )
 from holdfast.workers.agent.context import AgentContext
@@ -43,6 +48,10 @@ FOLLOW_WAIT_S: Final = 90.0
 
 class SupersededError(HoldfastError):
     """Another node leads the attempt now."""
+
+
+class StillLeadsError(HoldfastError):
+    """The lead that this node has lost is alive."""
 
 
 def take_term(context: AgentContext, number: int, *, is_end: bool = False) -> bool:
@@ -69,15 +78,51 @@ def _announce_end(context: AgentContext, number: int) -> None:
     create_document(context.attempt.term_end(number), _term(context, number, is_end=True))
 
 
+def begin_term(context: AgentContext, number: int) -> None:
+    """Let launches begin in term `number`, which this node has taken.
+
+    Every node of the first launch must know the term: it may take the next one. Raises
+    `SupersededError` if another node has decided that none begins.
+    """
+    if _decide_on(context, number) != context.node:
+        raise SupersededError(
+            f"attempt {context.attempt.number}: another node continues after term {number}, so "
+            f"{context.host} leaves"
+        )
+
+
+def _is_void(context: AgentContext, number: int) -> bool:
+    """Decide that no launch begins in a term of another node. False if one may have begun."""
+    taken = read_document(Term, context.attempt.term(number))
+    return taken is not None and _decide_on(context, number) not in {taken.node, None}
+
+
+def _decide_on(context: AgentContext, number: int) -> int | None:
+    """Return the node that decided whether launches begin in a term: this one if none had."""
+    make_directory(context.attempt.terms)
+    path = context.attempt.term_begin(number)
+    create_document(path, _term(context, number, is_end=False))
+    found = read_document(Term, path)
+    return found.node if found is not None else None
+
+
+def leads(context: AgentContext) -> bool:
+    """Return True if no other node has taken a term since this one led."""
+    return _leads(context, newest_term(context.attempt))
+
+
+def _leads(context: AgentContext, newest: Term | None) -> bool:
+    return newest.node == context.node if newest is not None else context.node == 0
+
+
 def renew(context: AgentContext, *, is_end: bool = False) -> int:
     """Take the next term for the node that leads; return its number.
 
     With `is_end`, no other term can follow. Raises `SupersededError` if another node has taken one.
     """
     newest = newest_term(context.attempt)
-    leads = newest.node == context.node if newest is not None else context.node == 0
     number = (newest.number if newest is not None else FIRST) + 1
-    if not leads or not take_term(context, number, is_end=is_end):
+    if not _leads(context, newest) or not take_term(context, number, is_end=is_end):
         raise SupersededError(
             f"attempt {context.attempt.number}: another node leads it, so {context.host} leaves"
         )
@@ -103,7 +148,7 @@ def next_lead(
     Lower places come first. `may_continue()` reads whether the attempt can continue. The first node
     in turn calls it, and the others only when it has done nothing. Returns None if the attempt
     cannot continue, if the lost node still leads without this one, or if no node takes the term in
-    time.
+    time. Raises `StillLeadsError` if nothing stopped the heartbeats of the lost node.
     """
     may_lead = runtime.is_training
     nodes = context.nodes_of_job
@@ -113,6 +158,7 @@ def next_lead(
     claim_at = began + quiet_s(every_s) + turn_s
     # The first in turn reads while the heartbeats are watched.
     asks_at, is_asked = claim_at if turn_s else began, False
+    beats_on = False
     while time.monotonic() < began + FOLLOW_WAIT_S:
         newest, ends = read_terms(context.attempt)
         number = newest.number if newest is not None else FIRST
@@ -122,8 +168,6 @@ def next_lead(
             return newest
         if number in ends:
             return None
-        # A later term of the lost lead left this node out.
-        may_lead = may_lead and number == runtime.place.term
         if not is_asked and number == runtime.place.term and time.monotonic() >= asks_at:
             is_asked = True
             if not may_continue():
@@ -131,9 +175,33 @@ def next_lead(
                 return None
             continue
         if may_lead and time.monotonic() >= claim_at:
-            if heartbeat_stamp(context.attempt) != stamp:
-                return None
-            if take_term(context, number + 1):
-                return newest_term(context.attempt)
+            seen = heartbeat_stamp(context.attempt)
+            beats_on = seen != stamp
+            if not beats_on:
+                # A launch of a later term may train without this node.
+                later = range(runtime.place.term + 1, number + 1)
+                may_lead = all(_is_void(context, one) for one in later)
+                if may_lead and take_term(context, number + 1):
+                    return newest_term(context.attempt)
+            # The lead may find only later that it is cut off, and then steps back.
+            stamp, claim_at = seen, time.monotonic() + quiet_s(every_s) + turn_s
         time.sleep(max(POLL_S, POLL_S_PER_NODE * nodes))
+    if beats_on and may_lead:
+        raise StillLeadsError(f"node {lead} still writes heartbeats, so this node leaves it")
     return None
+
+
+def step_back(context: AgentContext, is_over: Callable[[], bool]) -> None:
+    """Let another node take the next term, for as long as a node waits for that.
+
+    For a lead that has probably been cut off from the others. It must write no heartbeats
+    meanwhile. Returns at once when `is_over()`, or when no other node can continue.
+    """
+    newest = newest_term(context.attempt)
+    known = newest.number if newest is not None else FIRST
+    give_up = time.monotonic() + FOLLOW_WAIT_S
+    while time.monotonic() < give_up and not is_over():
+        newest, ends = read_terms(context.attempt)
+        if known in ends or (newest is not None and newest.number > known):
+            return
+        time.sleep(POLL_S)

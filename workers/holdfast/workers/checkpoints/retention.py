@@ -19,9 +19,16 @@ from holdfast.contracts.disk.manifest import Manifest, read_manifest
 from holdfast.contracts.disk.mirrors import read_record
 from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.records.history import RunHistory, excluded_checkpoints, pinned_checkpoints
+from holdfast.contracts.records.consumers import open_uses
+from holdfast.contracts.records.history import (
+    RunHistory,
+    blamed_checkpoints,
+    excluded_checkpoints,
+    pinned_checkpoints,
+)
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.known_damage import damaged_checkpoints
+from holdfast.contracts.records.reported import with_reported
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.contracts.spec.keep_rules import kept_by_rules, why_not_kept
 
@@ -34,14 +41,15 @@ class Facts:
     """What is known about a run's checkpoints besides their manifests, by directory name.
 
     `in_use` names what needs a checkpoint, `read` which process reads it, and `damaged` its
-    damage. `mirrored` has the checkpoints with a durable second copy. It is None if the spec
-    requests no copy.
+    damage. `blamed` ones are excluded, and kept for inspection. `mirrored` has the checkpoints with
+    a durable second copy. It is None if the spec requests no copy.
     """
 
     pins: Collection[str] = ()
     in_use: Mapping[str, str] = field(default_factory=dict)
     read: Mapping[str, str] = field(default_factory=dict)
     excluded: Collection[str] = ()
+    blamed: Collection[str] = ()
     damaged: Mapping[str, str] = field(default_factory=dict)
     mirrored: Collection[str] | None = None
 
@@ -105,6 +113,8 @@ def protections(
             reasons_of[one.name].append(facts.in_use[one.name])
         if one.name in facts.read:
             reasons_of[one.name].append(f"being read by {facts.read[one.name]}")
+        if one.name in facts.blamed:
+            reasons_of[one.name].append("blamed for crashes, kept for inspection")
         if one.name in facts.damaged:
             reasons_of[one.name].append(f"damaged, kept for inspection: {facts.damaged[one.name]}")
     return reasons_of
@@ -113,10 +123,13 @@ def protections(
 def checkpoints_in_use(history: RunHistory) -> dict[str, str]:
     """Return the checkpoints in use, each with its use, by directory name.
 
-    A checkpoint is in use if a live attempt resumed from it, a fork started from it, or an export
-    of it still exists.
+    A checkpoint is in use if a live attempt resumed from it, a fork started from it, an export of
+    it still exists, or a consumer of the spec needs it.
     """
-    uses: dict[str, str] = {}
+    uses = {
+        use.checkpoint: f"needed by the consumer {use.consumer}"
+        for use in open_uses(history.lines.of_kinds(EventKind.CONSUMER))
+    }
     for event in history.events:
         if event.kind is EventKind.FORKED:
             # A fork that has not saved yet resumes from this one.
@@ -155,6 +168,7 @@ def gather(history: RunHistory, manifests: Sequence[Manifest]) -> Facts:
         in_use=checkpoints_in_use(history),
         read={name: ", ".join(who) for name, who in read.items() if who},
         excluded=excluded_checkpoints(history.events),
+        blamed=blamed_checkpoints(history.events),
         damaged=damaged_checkpoints(history.events)
         | {name: lines[0] for name, lines in damage.items() if lines},
         mirrored=_mirrored(history, manifests),
@@ -180,7 +194,7 @@ def plan_run(
     history = replace(history, paths=paths) if history else load_tallied(paths)
     manifests, unreadable = _read_manifests(paths)
     verdicts = plan_prune(
-        manifests,
+        with_reported(manifests, history.events),
         keep=keep or history.spec.checkpoint.keep,
         facts=gather(history, manifests),
         now=time.time(),

@@ -185,11 +185,11 @@ def _without_outcome(raw: str, reported: Sequence[str]) -> tuple[Cause, list[str
     An agent always writes an outcome unless it is killed. If its processes are known to be gone,
     it was killed. Otherwise the cause is unknown.
     """
-    no_outcome = "the job is gone and its agent left no outcome"
+    no_outcome = "the job is gone; its agent recorded no outcome"
     if raw == REBOOTED:
         return Cause.NODE_FAILURE, [no_outcome, *reported]
     if raw == GONE:
-        killed = "its agent was killed: it left no outcome, and the machine stayed up"
+        killed = "its agent was killed: no recorded outcome; host up"
         return Cause.INFRASTRUCTURE, [killed, *reported]
     return Cause.UNKNOWN, [no_outcome, *reported]
 

@@ -20,6 +20,7 @@ from holdfast.contracts.records.history import (
 )
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.decisions.attempt_limit import may_try_again
+from holdfast.workers.decisions.blame import blames, forgiven_until
 from holdfast.workers.decisions.causes import Ending
 from holdfast.workers.decisions.evidence import failed_host, names_hardware, same_failure_elsewhere
 from holdfast.workers.decisions.exclusions import (
@@ -231,11 +232,19 @@ def _decide_after(
 
     found = choose_nodes(history, rooms, place, choose, now=now)
     reason = f"after {cause} of attempt {last.number}: {counted(found.gpus, 'GPU')} ({found.why})"
+    reason += f"; {blamed}" if (blamed := _blamed_by(history, last)) else ""
     has_queue = rooms.is_known or spec.resources.executor == "slurm"
     # Only a cluster with a queue has a preempting job that still has to start, see decision 6.
     is_early = cause is Cause.PREEMPTION and has_queue
     delay_s = PREEMPTOR_S if is_early else backoff_s(history, last, spent)
     return _relaunch(found, place, reason, delay_s)
+
+
+def _blamed_by(history: RunHistory, last: AttemptView) -> str:
+    """Return which checkpoint was blamed for the end of the last attempt, or ''."""
+    if forgiven_until(history.events) < last.number:
+        return ""
+    return str(blames(history.events)[-1].get("reason") or "")
 
 
 def _size_not_started(history: RunHistory) -> int | None:
@@ -300,14 +309,15 @@ def _why(last: AttemptView) -> str:
 
 def _since_relaunch(history: RunHistory) -> list[AttemptView]:
     """Return the attempts that have ended since an operator's last relaunch."""
-    relaunches = [
+    relaunches = [0] + [
         int(event.data.get("after_attempt", 0))
         for event in history.events
         if event.kind == "operator_request"
         and event.data.get("action") == "relaunch"
         and event.data.get("by") not in AUTOMATIC
     ]
-    since = max(relaunches, default=0)
+    # A blamed checkpoint explains the crashes before, and the next attempt has another one.
+    since = max(*relaunches, forgiven_until(history.events))
     return [a for a in history.attempts if a.number > since and a.state.is_terminal]
 
 
@@ -341,11 +351,13 @@ def _counts(attempt: AttemptView) -> bool:
 def _attempts_without_progress(history: RunHistory) -> int:
     """Return the number of last attempts in a row that committed no new step.
 
-    An operator's relaunch is no failure and starts the count again. A preempted attempt says
+    An operator's relaunch is no failure and starts the count again. So does a checkpoint that was
+    blamed for the crashes before. A preempted attempt says
     nothing about the run and is not counted. Neither is one that ended by the failure of nodes that
     had failed before: the run had to use them again, because it had too few others.
     """
     newest, stuck = -1, 0
+    forgiven = forgiven_until(history.events)
     committed = _committed_steps(history)
     faulty: set[str] = set()
     for attempt in history.attempts:
@@ -357,7 +369,8 @@ def _attempts_without_progress(history: RunHistory) -> int:
         # The run had to use nodes that had failed before, so their failure is no lack of progress.
         is_known = attempt.cause is Cause.NODE_FAILURE and bool(failed) and failed <= faulty
         faulty |= failed
-        if attempt.cause is Cause.OPERATOR or step > newest:
+        is_forgiven = attempt.number <= forgiven
+        if attempt.cause is Cause.OPERATOR or step > newest or is_forgiven:
             stuck = 0
         elif attempt.cause is not Cause.PREEMPTION and not is_known:
             stuck += 1
@@ -434,19 +447,23 @@ def decide_in_place(
     hangs: int = 0,
     hangs_max: int = BUDGETS[Cause.HANG],
     rolled_back: bool = False,
+    blamed: str = "",
 ) -> Decision:
     """Decide whether torchrun is restarted on the nodes that the attempt still has.
 
     `ending` is how the launch ended. A killed process, a broken connection or a hang allows a
     restart. The program's own error, a lack of memory and a lost or faulty node do not. After a
     restart that gained no step there is no other. The run's number of `hangs` may not exceed
-    `hangs_max`. A bad loss allows a restart if the ranks have `rolled_back`.
+    `hangs_max`. A bad loss allows a restart if the ranks have `rolled_back`. So does any crash for
+    which a checkpoint is `blamed`, because the next launch resumes from another one.
     """
     why = ending.evidence[0] if ending.evidence else "no evidence"
     if lost_nodes:
         return Decision(action="stop", reason=f"lost nodes: {', '.join(lost_nodes)}")
     if restarts >= restarts_max:
         return Decision(action="stop", reason=f"used {restarts} of {restarts_max} restarts")
+    if blamed:
+        return Decision(action="restart", reason=blamed)
     # A second restart of the same launch would only repeat the failure. A new attempt can use other
     # nodes.
     if restarts > 0 and not gained_steps:

@@ -1,7 +1,8 @@
 """Start one local job in a new session, print its process and exit.
 
 `python -m holdfast.workers.executors.local_launch <request.json>` must run in a new session, so
-that a signal to the submitter's process group does not reach the job.
+that a signal to the submitter's process group does not reach the job. The first step waits for this
+process, so it imports no pydantic.
 """
 
 from __future__ import annotations
@@ -11,38 +12,55 @@ import os
 import shlex
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Final
 
 import submitit
 
-from holdfast.contracts.disk.paths import AttemptPaths
-from holdfast.contracts.errors import NotFoundError, SpecError
-from holdfast.contracts.records.attempt import Request, read_document
-from holdfast.workers.agent.main import run_agent
+from holdfast.contracts.disk.paths import AttemptPaths, folder_of
+from holdfast.contracts.disk.reading import read_bounded
+from holdfast.contracts.errors import NotFoundError, SpecError, reading_run
 from holdfast.workers.nodes.processes import name_process
 from holdfast.workers.nodes.setup_lines import after_setup
-from holdfast.workers.schedulers.local import problem_with_gpus, visible_gpus
+from holdfast.workers.nodes.visible_gpus import problem_with_gpus, visible_gpus
+
+AGENT: Final = "holdfast.workers.agent.main"
+
+
+class _AgentExecutor(submitit.LocalExecutor):
+    """submitit's local executor, whose jobs start the agent directly.
+
+    submitit's own start imports submitit and numpy first, which takes as long as the agent.
+    """
+
+    request: Path
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return f"{self.python} -u -m {AGENT} {shlex.quote(str(self.request))}"
 
 
 def launch(request_path: Path) -> dict[str, object]:
     """Submit the agent with submitit's local executor; return the job's process name.
 
-    Raises `NotFoundError` if there is no request at `request_path`, and `SpecError` if this machine
-    cannot run it.
+    Raises `NotFoundError` if there is no request at `request_path`, `UnreadableRunError` if it is
+    damaged, and `SpecError` if this machine cannot run it.
     """
-    request = read_document(Request, request_path)
-    if request is None:
-        raise NotFoundError(
-            f"{request_path}: no request here; the supervisor writes it before submission"
-        )
     paths = AttemptPaths(request_path.parent)
-    # This process runs under the spec's wrapper, and so does everything that it starts.
-    setup = after_setup("launch.setup", request.launch.setup)
-    python = shlex.join([*setup, request.launch.python or sys.executable])
-    executor = submitit.LocalExecutor(folder=paths.logs, python=python)
-    executor.update_parameters(**request.scheduler)
-    executor.parameters.update(_gpus_of(request))
-    job = executor.submit(run_agent, str(request_path))
+    # The agent validates the request.
+    with reading_run(request_path):
+        request: dict[str, Any] = json.loads(_content(request_path))
+        # This process runs under the spec's wrapper, and so does everything that it starts.
+        setup = after_setup("launch.setup", request["launch"].get("setup", ()))
+        python = shlex.join([*setup, request["launch"].get("python") or sys.executable])
+        scheduler, gpus = dict(request["scheduler"]), _gpus_of(request)
+    executor = _AgentExecutor(folder=paths.logs, python=python)
+    executor.request = request_path
+    executor.update_parameters(**scheduler)
+    executor.parameters.update(gpus)
+    # submitit pickles a call, which nothing reads: the job's command starts the agent.
+    job = executor.submit(str, str(request_path))
     name = name_process(int(job.job_id))
     return {
         "job_id": job.job_id,
@@ -53,14 +71,23 @@ def launch(request_path: Path) -> dict[str, object]:
     }
 
 
-def _gpus_of(request: Request) -> dict[str, object]:
+def _content(path: Path) -> bytes:
+    try:
+        return read_bounded(path, below=folder_of(path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(
+            f"{path}: no request here; the supervisor writes it before submission"
+        ) from None
+
+
+def _gpus_of(request: Mapping[str, Any]) -> dict[str, object]:
     """Return submitit's parameters for the job's GPUs: the first ones that are visible here.
 
     submitit itself takes the GPUs 0 to n-1, and accepts only indices. Raises `SpecError` if fewer
     GPUs are visible than the job needs.
     """
-    environment = {**os.environ, **request.environment}
-    if problem := problem_with_gpus(environment, request.gpus_per_node):
+    environment = {**os.environ, **request["environment"]}
+    if problem := problem_with_gpus(environment, request["gpus_per_node"]):
         raise SpecError(problem)
     visible = visible_gpus(environment)
     if visible is None:

@@ -17,6 +17,10 @@ from holdfast.contracts.records.attempt import Document
 WINDOW: Final = 256
 # Once an attempt has this many silences, it no longer needs those of earlier attempts.
 OWN_ENOUGH: Final = 32
+# A rank is slow if its own time of a step is this many times that of its peers, and by at least
+# this share of a step longer: less is noise, whatever the factor.
+SLOW_FACTOR: Final = 1.5
+SLOW_SHARE: Final = 0.1
 
 
 class PhaseTimes(Document):

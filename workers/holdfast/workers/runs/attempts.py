@@ -361,6 +361,8 @@ def _start_waiting(
     _record(attempt, job, journal)
     which = {"restarts": job.restarts} if job.restarts else {"successor": request.successor}
     journal.append(EventKind.SUCCESSOR_ADOPTED, **which, attempt=attempt.number, job_id=job.job_id)
+    if request.successor:
+        successors.let_start(request, job)
     return True
 
 

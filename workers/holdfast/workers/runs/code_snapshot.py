@@ -18,8 +18,7 @@ from holdfast.contracts.disk.durable import fsync_directory
 from holdfast.contracts.disk.paths import ROOT_ID, holdfast_home
 from holdfast.contracts.errors import PreflightError
 from holdfast.contracts.spec.run_spec import RunSpec
-from holdfast.workers.runs.code_files import is_open_here
-from holdfast.workers.runs.provenance import ask_git
+from holdfast.workers.runs.provenance import ask_git, is_open_here
 
 GIT_TIMEOUT_S: Final = 60.0
 CODE_BYTES_MAX: Final = 512 * 1024 * 1024

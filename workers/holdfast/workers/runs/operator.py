@@ -311,6 +311,30 @@ def _refuse_second(history: RunHistory, now: float) -> None:
     )
 
 
+def problem_with_state(
+    run: str, action: Action, state: RunState, *, may_lack_steps: bool, is_pausing: bool
+) -> str:
+    """Return why a run in `state` refuses `action`, or ''.
+
+    `may_lack_steps` is that of its last attempt, see `AttemptView`. `is_pausing` says that a
+    request to pause is pending.
+    """
+    if state is RunState.COMPLETED and not (action == "relaunch" and may_lack_steps):
+        return (
+            f"run {run} is completed, so there is nothing to {action}; start a new run from one of "
+            "its checkpoints with `holdfast fork`"
+        )
+    if action == "resume" and state is not RunState.PAUSED and not is_pausing:
+        return (
+            f"run {run} is {state}, not paused; continue a run that has ended with "
+            f"`holdfast relaunch {run}`"
+        )
+    if action in {"stop", "pause", "cancel"} and not state.is_live:
+        how = "has failed" if state is RunState.FAILED else f"is {state}"
+        return f"run {run} {how}, so there is nothing to {action}"
+    return ""
+
+
 def _check(history: RunHistory, asked: _Asked) -> None:
     """Raise `SpecError` for a wrong request, and `RunStateError` for one at the wrong time."""
     run, state, action = history.paths.name, history.state, asked.action
@@ -319,20 +343,16 @@ def _check(history: RunHistory, asked: _Asked) -> None:
     if asked.now and action != "cancel":
         raise SpecError(f"{action} always saves a last checkpoint; only cancel can leave it out")
     last = history.last_attempt
-    may_go_on = action == "relaunch" and last is not None and last.may_lack_steps
-    if state is RunState.COMPLETED and not may_go_on:
-        raise RunStateError(
-            f"run {run} is completed, so there is nothing to {action}; start a new run from one of "
-            "its checkpoints with `holdfast fork`"
-        )
     before = history.pending_request or {}
-    if action == "resume" and state is not RunState.PAUSED and before.get("action") != "pause":
-        raise RunStateError(
-            f"run {run} is {state}, not paused; continue a run that has ended with "
-            f"`holdfast relaunch {run}`"
-        )
-    if action in {"stop", "pause", "cancel"} and not state.is_live:
-        raise RunStateError(f"run {run} is already {state}; there is nothing to {action}")
+    refusal = problem_with_state(
+        run,
+        action,
+        state,
+        may_lack_steps=last is not None and last.may_lack_steps,
+        is_pausing=before.get("action") == "pause",
+    )
+    if refusal:
+        raise RunStateError(refusal)
     reason = why_not_submitted(history.record) if action in OPERATOR_GOES_ON else ""
     if reason:
         raise SpecError(f"run {run}: {reason}. Nothing was queued or stopped", [reason])

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.disk.digests import document_digest
+from holdfast.contracts.disk.paths import default_root, holdfast_home
 from holdfast.contracts.records.attempt import Provenance
 from holdfast.contracts.spec.run_spec import RunSpec
-from holdfast.workers.runs.code_files import files_under, is_open_here
 
 GIT_TIMEOUT_S: Final = 10.0
 DIFF_BYTES_MAX: Final = 64 * 1024 * 1024
@@ -29,6 +29,46 @@ GIT: Final = (
     *("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotepath=off"),
     *("-c", "core.hooksPath=/dev/null"),
 )
+CACHES: Final = frozenset({"__pycache__", "node_modules"})
+_DESCRIPTORS: Final = "/proc/self/fd"
+
+
+def files_under(folder: Path) -> Iterator[str]:
+    """Return the names of the files under `folder`, in order, relative to it.
+
+    Hidden folders, caches and the folders of Holdfast's index and runs are left out.
+    """
+    ours = {os.path.realpath(place) for place in (holdfast_home(), default_root())}
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in CACHES
+            and os.path.realpath(os.path.join(place, name)) not in ours
+        )
+        for name in sorted(files):
+            yield os.path.relpath(os.path.join(place, name), folder)
+
+
+def is_open_here(path: Path) -> bool:
+    """Return True if this process has the file open, so that other code in it must not close it.
+
+    A process that closes a file releases every POSIX lock that it holds on it. If a process that
+    has the index open read its files, SQLite would lose its locks and other processes could write
+    over its changes. (SQLite, "How To Corrupt An SQLite Database File", section 2.2.)
+    """
+    facts = os.stat(path)
+    # By device and inode, because a file may have several names. See decision 20.
+    wanted = facts.st_dev, facts.st_ino
+    for descriptor in os.listdir(_DESCRIPTORS):
+        try:
+            held = os.fstat(int(descriptor))
+        except OSError:
+            continue
+        if (held.st_dev, held.st_ino) == wanted:
+            return True
+    return False
 
 
 def take_provenance(spec: RunSpec, code: Path) -> Provenance:

@@ -9,11 +9,13 @@ from typing import Any, Final
 
 from holdfast.contracts.disk.digests import command_digest
 from holdfast.contracts.records.attempt import Provenance, Request, RunRecord
-from holdfast.contracts.spec.node_share import NO_GRES, NodeShare
+from holdfast.contracts.records.history import RunHistory
+from holdfast.contracts.spec.consumers import Consumer
 from holdfast.contracts.spec.part import RECORDED
-from holdfast.contracts.spec.resources import Resources
+from holdfast.contracts.spec.resources import NO_GRES, NodeShare, Resources
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.sections import Supervision
+from holdfast.workers.decisions.exclusions import excluded_hosts
 
 # The agent plans its own stop, so Slurm's warning is requested this much earlier.
 WARNING_MARGIN_S: Final = 30
@@ -23,6 +25,8 @@ WARNING_EARLY_S: Final = 90
 AGENT_START_S: Final = 60
 LOCAL_TIMEOUT_MIN: Final = 10 * 365 * 24 * 60
 UNKNOWN: Final = Provenance()
+# The job of a consumer may last this much longer than its command, for its start and its end.
+CONSUMER_MIN: Final = 5
 # The sbatch option by which a successor waits for the attempt's job.
 DEPENDENCY: Final = "dependency"
 # Only the supervisor submits, so Slurm must not requeue. After a node failure, the other nodes'
@@ -41,6 +45,11 @@ def job_name(run: str, run_uid: str, attempt: int) -> str:
 def successor_name(run: str, run_uid: str, number: int) -> str:
     """Return the scheduler's job name for a successor. An attempt that it runs has this name."""
     return f"holdfast-{run}-{run_uid[:8]}-s{number:04d}"
+
+
+def consumer_name(run: str, run_uid: str, number: int) -> str:
+    """Return the scheduler's job name for a start of a consumer of a checkpoint."""
+    return f"holdfast-{run}-{run_uid[:8]}-c{number:04d}"
 
 
 def as_successor(request: Request, number: int, after_job: str) -> Request:
@@ -161,6 +170,52 @@ def build_request(
     }
     # A recorded spec must stay readable, so the rules for new specs do not apply here.
     return Request.model_validate(facts, context=RECORDED)
+
+
+def consumer_request(
+    history: RunHistory,
+    consumer: Consumer,
+    number: int,
+    *,
+    created_at: float,
+    cluster: str | None,
+) -> Request:
+    """Return the request for the job of start `number` of a consumer. It belongs to no attempt."""
+    job, spec = consumer.job, history.spec
+    assert job is not None
+    # An export has the same time again.
+    limit_min = math.ceil(consumer.timeout_min * (2 if consumer.export else 1)) + CONSUMER_MIN
+    own = {
+        "executor": spec.resources.executor,
+        "gpus_per_node": job.gpus,
+        "nproc_per_node": None if job.gpus else 1,
+        "memory_gb_per_node": job.memory_gb,
+        "partition": job.partition or spec.resources.partition,
+        "account": job.account or spec.resources.account,
+        "qos": job.qos or spec.resources.qos,
+        "gpu_type": spec.resources.gpu_type if job.gpus else None,
+        "gres": NO_GRES if spec.resources.gres == NO_GRES else None,
+        "time_limit_min": limit_min,
+        "extra": {**spec.resources.extra, **job.extra},
+    }
+    # A spec that was recorded stays valid, so no rule for new specs applies.
+    resources = Resources.model_validate(own, context=RECORDED)
+    request = build_request(
+        history.record,
+        spec.model_copy(update={"resources": resources}),
+        attempt=0,
+        gpus=resources.size_per_node,
+        reason=f"consumer {consumer.name}",
+        exclude=excluded_hosts(history.attempts, created_at),
+        created_at=created_at,
+        cluster=cluster,
+    )
+    name = consumer_name(request.run, request.run_uid, number)
+    scheduler = {**request.scheduler, "job_name": name}
+    if job.cpus:
+        scheduler["cpus_per_task"] = job.cpus
+        scheduler["srun_args"] = [*scheduler["srun_args"], f"--cpus-per-task={job.cpus}"]
+    return request.model_copy(update={"job_name": name, "scheduler": scheduler})
 
 
 def working_directory_of(record: RunRecord, spec: RunSpec) -> str:

@@ -296,7 +296,21 @@ def _last_generation(root: Path, name: str) -> int:
 
 
 def _generations(root: Path, name: str) -> list[RunPaths]:
-    return [run for run in list_runs(root) if _name_of(run.name) == name]
+    return list_runs(root, lambda folder: _name_of(folder) == name)
+
+
+def next_folder(root: Path, name: str) -> RunPaths | None:
+    """Return where the next run with spec name `name` would be.
+
+    Returns None while one is supervised, and if `root` cannot be read.
+    """
+    try:
+        newest, last = own_generation(root, name), _last_generation(root, name)
+    except OSError:
+        return None
+    if newest is not None and is_supervised(newest.flow_lock):
+        return None
+    return RunPaths(root / (f"{name}.r{last + 1}" if last else name))
 
 
 def require_own(paths: RunPaths) -> None:

@@ -11,6 +11,7 @@ The order of writes is that of attempts: `mkdir successors/NNNN`, `request.json`
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -437,6 +438,17 @@ def adopt(run: RunPaths, request: Request) -> Submission | None:
         return None
     # The attempt begins now: its job waited for another one before.
     return one.submission.model_copy(update={"submitted_at": request.created_at})
+
+
+def let_start(request: Request, job: Submission) -> None:
+    """Let an adopted job start, although the job of the attempt before may not have ended yet.
+
+    Slurm ends a job that lost a node after `SlurmdTimeout`, and gives its other nodes to the jobs
+    behind the successor meanwhile.
+    """
+    # Without an answer, it starts when that job has ended.
+    with contextlib.suppress(SchedulerError):
+        executor_for(request.executor).drop_dependency(request, job)
 
 
 def is_undecided(run: RunPaths, request: Request) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from holdfast.contracts.disk.paths import AttemptPaths, SuccessorPaths
+from holdfast.contracts.disk.paths import AttemptPaths, ConsumerPaths, SuccessorPaths
 from holdfast.contracts.errors import SchedulerUnavailableError, SubmissionRefusedError
 from holdfast.contracts.records.attempt import Request, Submission
 from holdfast.contracts.spec.resources import Resources
@@ -97,6 +97,13 @@ class Executor(ABC):
             may_pass=False,
         )
 
+    def submit_consumer(self, paths: ConsumerPaths, request: Request) -> Submission:
+        """Submit the job of a consumer, which is no attempt. Raises like `submit`."""
+        raise SubmissionRefusedError(
+            f"{request.job_name}: the executor {self.kind!r} has no jobs besides attempts",
+            may_pass=False,
+        )
+
     def expedites(self) -> bool:
         """Return True if the scheduler can restart a job ahead of all others after a node failure.
 
@@ -161,6 +168,14 @@ class Executor(ABC):
         del request, submission, exclude
         return False
 
+    def drop_dependency(self, request: Request, submission: Submission) -> bool:
+        """Let a pending job start before the job that it waits for has ended.
+
+        Returns False if it waits for none. Raises like `change_exclusion`.
+        """
+        del request, submission
+        return False
+
     @abstractmethod
     def status(
         self, request: Request, submission: Submission | None, *, since: float = 0.0
@@ -215,6 +230,13 @@ class Executor(ABC):
         """
         del request, submission
         return {}
+
+    def comment(self, request: Request, submission: Submission, text: str) -> None:
+        """Put `text`, which has no spaces, at the end of the job's comment, in place of the last.
+
+        Raises `SchedulerError` if the scheduler refuses the change or does not answer.
+        """
+        del request, submission, text
 
     def held_after_end(self, request: Request, submission: Submission) -> dict[str, int]:
         """Return the GPUs by host that an ended job still holds while Slurm cleans up its nodes."""

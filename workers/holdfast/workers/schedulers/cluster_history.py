@@ -17,8 +17,7 @@ from typing import Final
 from holdfast.contracts.disk.bounds import NODES_MAX, SECONDS_MAX
 from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import NotFoundError, SpecError
-from holdfast.contracts.spec.node_share import gpu_kind, gpus_of
-from holdfast.contracts.spec.resources import Resources
+from holdfast.contracts.spec.resources import Resources, gpu_kind, gpus_of
 from holdfast.workers.schedulers import slurm_client
 from holdfast.workers.schedulers.slurm_client import (
     Ask,
@@ -58,7 +57,7 @@ class Trace:
 
 
 def read_trace(path: Path, gpus_per_instance: int) -> Trace:
-    """Read a trace in the format of the public `spot-traces`; see `docs/simulate.md`.
+    """Read a trace in the format of the public `spot-traces`; see `docs/goodput.md`.
 
     Raises `SpecError` for anything else, and `NotFoundError` without such a file.
     """

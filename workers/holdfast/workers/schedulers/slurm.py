@@ -17,7 +17,7 @@ import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from holdfast.contracts.disk.durable import make_directory
-from holdfast.contracts.disk.paths import AttemptPaths, SuccessorPaths, account_name
+from holdfast.contracts.disk.paths import AttemptPaths, ConsumerPaths, SuccessorPaths, account_name
 from holdfast.contracts.errors import (
     SchedulerError,
     SchedulerUnavailableError,
@@ -50,10 +50,12 @@ from holdfast.workers.schedulers.slurm_client import JobLine, bare_state, transl
 SBATCH_TIMEOUT_S: Final = 60
 AGENT: Final = "holdfast.workers.agent.main"
 SUCCESSOR: Final = "holdfast.workers.agent.successor"
+CONSUMER: Final = "holdfast.workers.checkpoints.consumer_process"
 RESTARTED: Final = "holdfast.workers.agent.restart"
 # How long a job may exist before Slurm lists it. A submission that timed out here may wait for
 # minutes in a loaded controller, and accounting lags behind the controller.
 ABSENCE_S: Final = 300.0
+NO_DEPENDENCY: Final = "(null)"
 # Variables by which a site gives its users an account and the like. The spec's keys come first.
 SITE_DEFAULTS: Final = {
     "SBATCH_ACCOUNT": "account",
@@ -137,6 +139,9 @@ class SlurmExecutor(Executor):
 
     def submit_successor(self, paths: SuccessorPaths, request: Request) -> Submission:
         return self._submit(paths, request, SUCCESSOR)
+
+    def submit_consumer(self, paths: ConsumerPaths, request: Request) -> Submission:
+        return self._submit(paths, request, CONSUMER)
 
     def _submit(self, paths: AttemptPaths, request: Request, module: str) -> Submission:
         """Submit a job that starts `module` on each node, with the path of the request."""
@@ -254,6 +259,16 @@ class SlurmExecutor(Executor):
         slurm_client.call(["scontrol", "update", f"JobId={submission.job_id}", hosts])
         return True
 
+    def drop_dependency(self, request: Request, submission: Submission) -> bool:
+        _require_cluster(request)
+        line = slurm_client.show_job(submission.job_id)
+        if line is None or line.name != request.job_name or bare_state(line.state) != "PENDING":
+            return False
+        if (line.fields or {}).get("Dependency", NO_DEPENDENCY) in {"", NO_DEPENDENCY}:
+            return False
+        slurm_client.call(["scontrol", "update", f"JobId={submission.job_id}", "Dependency="])
+        return True
+
     def status(
         self, request: Request, submission: Submission | None, *, since: float = 0.0
     ) -> JobStatus:
@@ -282,9 +297,16 @@ class SlurmExecutor(Executor):
     def _status_of_start(self, request: Request, submission: Submission, since: float) -> JobStatus:
         """Return the status of one start of a job that Slurm may restart.
 
-        `squeue` prints no count of restarts beside the fields of `listed_jobs`, and two answers
-        could be of different moments. So Slurm is asked about this job, and processes share that.
+        Slurm is asked about this job alone only while the answer about all jobs does not show this
+        start. The processes of this host share that, too.
         """
+        listed = slurm_answers.listed_starts(since=since).get(submission.job_id)
+        if (
+            listed is not None
+            and listed.name == request.job_name
+            and slurm_restarts.restarts_of(listed.fields) == submission.restarts
+        ):
+            return _status_of(listed)
         ask = partial(slurm_answers.shared_call, age_s=slurm_answers.JOBS_AGE_S, since=since)
         line = slurm_client.show_job(submission.job_id, ask=ask)
         known = line is not None and line.name == request.job_name
@@ -378,11 +400,24 @@ class SlurmExecutor(Executor):
 
     def drained(self, request: Request, submission: Submission) -> dict[str, str]:
         _require_cluster(request)
-        line = slurm_answers.listed_jobs().get(submission.job_id)
+        listed = slurm_answers.listed_starts if request.expedite else slurm_answers.listed_jobs
+        line = listed().get(submission.job_id)
         if line is None or line.name != request.job_name:
             return {}
         shared = partial(slurm_answers.shared_call, age_s=slurm_answers.CAPACITY_AGE_S)
         return drained_hosts(slurm_client.show_nodes(shared), slurm_client.expand_hosts(line.nodes))
+
+    def comment(self, request: Request, submission: Submission, text: str) -> None:
+        _require_cluster(request)
+        # Not `scontrol`: words with `=` in a comment would look like further fields.
+        name, *former = slurm_client.comment_of(submission.job_id)
+        if name != request.job_name:
+            return
+        # The words of the submission, or of a person or a site, stay.
+        mark = text.partition(":")[0] + ":"
+        words = [word for word in former if not word.startswith(mark)]
+        new = f"Comment={' '.join([*words, text])}"
+        slurm_client.call(["scontrol", "update", f"JobId={submission.job_id}", new])
 
     def held_after_end(self, request: Request, submission: Submission) -> dict[str, int]:
         try:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.plain_text import plain_line
-from holdfast.contracts.spec.node_share import gpu_kind, gpus_of
-from holdfast.contracts.spec.resources import Resources
+from holdfast.contracts.spec.resources import Resources, gpu_kind, gpus_of
 from holdfast.workers.schedulers.slurm_client import (
     chosen_partitions,
     expand_hosts,

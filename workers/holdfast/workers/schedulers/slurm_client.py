@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from pathlib import Path
@@ -299,6 +299,10 @@ def recorded_jobs(*, name: str = "", job_id: str = "", since: float = 0.0) -> li
     return [JobLine(r[0], r[1], r[2], "", r[5], parse_time(r[3]), parse_time(r[4])) for r in rows]
 
 
+# What squeue prints for a job without a comment.
+NO_COMMENT: Final = "(null)"
+
+
 def show_job(
     job_id: str, timeout_s: float = CALL_TIMEOUT_S, ask: Ask | None = None
 ) -> JobLine | None:
@@ -325,6 +329,16 @@ def show_job(
         parse_time(fields.get("EndTime", "")),
         fields,
     )
+
+
+def comment_of(job_id: str) -> list[str]:
+    """Return the name of a queued or running job, and the words of its comment.
+
+    The name of a job that Slurm no longer lists is empty. Raises `SchedulerError`.
+    """
+    out = call(["squeue", "--all", "--noheader", f"--jobs={checked_id(job_id)}", "--format=%j %k"])
+    name, _, comment = out.strip().partition(" ")
+    return [name, *("" if comment.strip() == NO_COMMENT else comment).split()]
 
 
 def show_nodes(ask: Ask = call) -> list[dict[str, str]]:
@@ -524,6 +538,15 @@ AGE_S_MAX: Final = 60.0
 LOCK_S: Final = CALL_TIMEOUT_S + 5.0
 _CLUSTER: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS")
 _FORMAT: Final = "%i|%T|%r|%N|%S|%e|%B|%j"
+# The same fields, with how often a job was restarted, which `-o` cannot print. Without a size, a
+# field is as wide as its value.
+_LONG_FORMAT: Final = ",".join(
+    f"{name}:|"
+    for name in (
+        *("JobID", "State", "Reason", "NodeList", "StartTime", "EndTime", "BatchHost"),
+        *("RestartCnt", "Name"),
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -583,11 +606,29 @@ def listed_jobs(age_s: float = JOBS_AGE_S, since: float = 0.0) -> dict[str, JobL
 
     Raises like `slurm_client.call`.
     """
-    command = ["squeue", "-h", "-a", "-u", str(os.getuid()), "-o", _FORMAT]
-    rows = [
-        line.split("|", 7) for line in shared_call(command, age_s=age_s, since=since).splitlines()
-    ]
-    return {row[0]: _job(row) for row in rows if len(row) == 8}
+    rows = _rows(["-o", _FORMAT], 8, age_s=age_s, since=since)
+    return {row[0]: _job(row) for row in rows}
+
+
+def listed_starts(age_s: float = JOBS_AGE_S, since: float = 0.0) -> dict[str, JobLine]:
+    """Return what `listed_jobs` returns, with `Restarts` among the fields.
+
+    Only for clusters that restart jobs, because the options need a newer Slurm.
+    """
+    rows = _rows(["-O", _LONG_FORMAT], 9, age_s=age_s, since=since)
+    found = {}
+    for *row, restarts, name in rows:
+        line = _job([*row, name.removesuffix("|")])
+        found[line.job_id] = replace(line, fields={**(line.fields or {}), "Restarts": restarts})
+    return found
+
+
+def _rows(options: Sequence[str], count: int, *, age_s: float, since: float) -> list[list[str]]:
+    """Return the `count` fields of each of this user's jobs. The last one may have any text."""
+    command = ["squeue", "-h", "-a", "-u", str(os.getuid()), *options]
+    answer = shared_call(command, age_s=age_s, since=since)
+    rows = [line.split("|", count - 1) for line in answer.splitlines()]
+    return [row for row in rows if len(row) == count]
 
 
 def cluster_name() -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.errors import SchedulerError
-from holdfast.contracts.spec.node_share import gpu_kind, gpus_of
+from holdfast.contracts.spec.resources import gpu_kind, gpus_of
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.schedulers import slurm_client
 from holdfast.workers.schedulers.slurm_restarts import problem_with_cluster

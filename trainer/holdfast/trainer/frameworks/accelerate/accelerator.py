@@ -22,9 +22,9 @@ from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import CheckpointError, NotFoundError, SpecError
 from holdfast.contracts.node.reporting import report
 from holdfast.trainer.frameworks.accelerate.loaders import (
-    Loader,
     is_loader,
     skip_first_batches,
+    wrapped,
 )
 from holdfast.trainer.frameworks.program_loop.methods import LoopMethods
 from holdfast.trainer.frameworks.program_loop.progress import LoopProgress
@@ -231,8 +231,16 @@ class Accelerator(LoopMethods[Training], accelerate.Accelerator):
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if is_loader(prepared):
             return prepared
-        loader = Loader(prepared, len(self._training.progress.loaders), self._training.iterate)
-        self._training.progress.add(loader)
+        training = self._training
+        loader = wrapped(
+            data_loader,
+            prepared,
+            len(training.progress.loaders),
+            training.iterate,
+            ranks=self.num_processes,
+            is_split=self.split_batches,
+        )
+        training.progress.add(loader)
         self._dataloaders[-1] = loader
         return loader
 

@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
+from accelerate import PartialState
 from accelerate.data_loader import DataLoaderDispatcher, SkipBatchSampler
 from accelerate.data_loader import skip_first_batches as skip_in_accelerate
+from accelerate.utils import send_to_device, synchronize_rng_states
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.program_loop.loader import (
+    Iterate,
     ResumedEpoch,
     WrappedLoader,
     problem_of,
@@ -26,6 +29,8 @@ from holdfast.trainer.frameworks.program_loop.order import (
     own_generator,
     set_generator,
 )
+from holdfast.trainer.frameworks.program_loop.streamed import StreamedLoader
+from holdfast.trainer.frameworks.streamed import has_shards, is_stream, stream_arguments
 from holdfast.trainer.state import rng
 
 # The batch sampler of a loader that Accelerate prepared.
@@ -193,10 +198,68 @@ class Loader(WrappedLoader):
             self.inner.base_dataloader.load_state_dict({})
 
 
+class Stream(StreamedLoader):
+    """Wraps a loader over a stream that Accelerate prepared.
+
+    Accelerate's loader stays the one of its gradient state, which accumulation asks for the end.
+    """
+
+    def moved(self, batch: Any) -> Any:
+        inner = self.inner
+        # A dispatcher has no device of its own. It uses that of the process.
+        device = getattr(inner, "device", None)
+        if device is None and isinstance(inner, DataLoaderDispatcher):
+            device = PartialState().device
+        inner.end_of_dataloader = self.is_last
+        if device is None:
+            return batch
+        return send_to_device(batch, device, non_blocking=inner._non_blocking)
+
+    def begin_stream(self, *, is_new: bool) -> None:
+        kinds = getattr(self.inner, "rng_types", None)
+        if is_new and kinds:
+            synchronize_rng_states(kinds, self.inner.synchronized_generator)
+        self.inner.begin()
+
+    def end_stream(self) -> None:
+        self.inner.end()
+
+    @property
+    def passes_of_inner(self) -> int:
+        return int(self.inner.iteration)
+
+    @passes_of_inner.setter
+    def passes_of_inner(self, passes: int) -> None:
+        self.inner.iteration = passes
+
+    def take_over(self) -> None:
+        """Accelerate's own `load_state` gives a stream no place."""
+
+
+def wrapped(
+    given: Any, prepared: Any, number: int, iterate: Iterate, *, ranks: int, is_split: bool
+) -> Loader | Stream:
+    """Return the wrapper of a loader that the program gave and Accelerate prepared.
+
+    With `is_split`, the loader's batches are those of all `ranks` together.
+    """
+    problem = ""
+    if is_stream(given) and has_shards(given.dataset):
+        batch = "global_batch" if is_split else "batch_size"
+        try:
+            found = stream_arguments(given, batch=batch)
+            return Stream(prepared, number, iterate, found, dealt=1 if is_split else ranks)
+        except SpecError as error:
+            problem = f"a loader whose samples no resume could find again: {error}"
+    loader = Loader(prepared, number, iterate)
+    loader.problem = problem or loader.problem
+    return loader
+
+
 class Rest:
     """A loader without its first `skip` batches. Everything else is the loader's."""
 
-    def __init__(self, loader: Loader, skip: int) -> None:
+    def __init__(self, loader: Loader | Stream, skip: int) -> None:
         self._loader, self._skip = loader, skip
 
     def __iter__(self) -> Iterator[Any]:
@@ -219,14 +282,14 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """
     if not is_loader(dataloader):
         return skip_in_accelerate(dataloader, num_batches)
-    if dataloader.batches is None:
+    if dataloader.batches is None and type(dataloader) is Loader:
         return skip_in_accelerate(dataloader.inner, num_batches)
     return Rest(dataloader, num_batches)
 
 
 def is_loader(item: object) -> bool:
-    """Return True for a `Loader`, whose `__class__` is another one."""
-    return type(item) is Loader
+    """Return True for one of these wrappers, whose `__class__` is another one."""
+    return type(item) in {Loader, Stream}
 
 
 def is_stateful(base: Any) -> bool:

@@ -9,13 +9,11 @@
 | module | purpose |
 |---|---|
 | `callback.py` | what users add to their program; it refuses settings that cannot work |
-| `fit.py` | one `fit` under a session, from its start to its end, and Lightning's loops |
-| `state.py` | what Lightning knows beside weights, optimizers and schedulers |
-| `data.py` | the position in the training data |
+| `fit.py` | one `fit` under a session, from its start to its end, and Lightning's loops and state |
+| `data.py` | the position in the training data, which may be a stream |
 | `metrics.py` | values that Lightning accumulates over an epoch |
 | `files.py` | the files of `ModelCheckpoint` |
-| `fabric_drop_in.py` | `Fabric` for a loop of your own |
-| `fabric_elastic.py` | a session for loops that bring their own sampler |
+| `fabric_drop_in.py` | `Fabric` for a loop of your own, and a session for your own sampler |
 | `global_batch.py` | the same samples in each step at another number of ranks |
 
 All other names are those of `lightning` and `lightning.fabric`, so a program may import the module
@@ -33,8 +31,10 @@ from holdfast.trainer.versions import require
 require("lightning")
 
 from holdfast.trainer.frameworks.lightning.callback import Holdfast, torchrun_size  # noqa: E402
-from holdfast.trainer.frameworks.lightning.fabric_drop_in import Fabric  # noqa: E402
-from holdfast.trainer.frameworks.lightning.fabric_elastic import fabric_session  # noqa: E402
+from holdfast.trainer.frameworks.lightning.fabric_drop_in import (  # noqa: E402
+    Fabric,
+    fabric_session,
+)
 
 __all__ = ["Fabric", "Holdfast", "fabric_session", "torchrun_size"]
 

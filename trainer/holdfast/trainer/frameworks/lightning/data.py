@@ -7,7 +7,8 @@ of the loader's own sampler. In the middle of an epoch, a resume continues with 
 |---|---|
 | a `DataLoader` with a batch sampler | the sampler draws its ids again, and no data is read |
 | a loader that has a state, such as `StatefulDataLoader` | by that state |
-| streams without a length, several loaders, other iterables | the batches are read again |
+| a single loader over a stream that names its shards | by the position of the session's stream |
+| other streams, several loaders, other iterables | the batches are read again |
 
 Of several loaders, the shorter ones begin again within an epoch, and then draw from generators that
 the model has used, too. So each such moment is noted, and the batches are read again from the same
@@ -23,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import repeat
 from typing import Any, Final
@@ -31,12 +32,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops import fit_loop
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler
 
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.contracts.records.topology import FIXED
+from holdfast.contracts.records.topology import FIXED, GLOBAL_BATCHES
 from holdfast.trainer.frameworks.data_generators import DataGenerators
 from holdfast.trainer.frameworks.lightning.global_batch import (
     SampleShare,
@@ -46,11 +48,128 @@ from holdfast.trainer.frameworks.lightning.global_batch import (
     limits_of,
     sampler_of,
 )
+from holdfast.trainer.frameworks.session import FrameworkSession
+from holdfast.trainer.frameworks.streamed import has_shards, is_stream, stream_arguments
 from holdfast.trainer.state import rng
+from holdfast.trainer.streams.loader import StreamLoader
+from holdfast.trainer.streams.source import names_of
 
 # The states of generators by their place. `DATA` has those of datasets and collators.
 Draws = dict[str, Any]
 DATA: Final = "data"
+
+
+def can_be_stream(loader: Any) -> bool:
+    """Return True for a loader that the session's own can replace."""
+    return is_stream(loader) and has_shards(loader.dataset)
+
+
+class FitEpochs:
+    """The trainer's only training loader if it has shards, read by the session's own loader.
+
+    The trainer iterates over it once for each of its epochs. Without a length, Lightning would
+    fetch one batch ahead to learn which one is the last. The stream knows, so nothing is fetched
+    ahead, and its state is that of the batches that were trained on.
+    """
+
+    def __init__(self, stream: StreamLoader) -> None:
+        self.stream = stream
+        # The next iteration continues the restored epoch, even if nothing is left of it.
+        self.continues = False
+
+    def __iter__(self) -> Iterator[Any]:
+        continues, self.continues = self.continues, False
+        if not continues and self.stream.given and not self.stream.has_next():
+            # The trainer does not ask for one more batch after the last.
+            next(iter(self.stream), None)
+        return iter(self.stream)
+
+
+class StreamFetcher(_PrefetchDataFetcher):
+    """Fetches no batch ahead, and knows which one is the last of the epoch."""
+
+    def __init__(self, stream: StreamLoader) -> None:
+        super().__init__(prefetch_batches=0)
+        self._stream = stream
+
+    def __iter__(self) -> StreamFetcher:
+        super().__iter__()
+        self.done = not self._stream.has_next()
+        return self
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        self.done = not self._stream.has_next()
+        return batch
+
+
+class TrainingStream:
+    """The stream of a `fit`, if its training data is one. A run keeps its global batch."""
+
+    def __init__(self) -> None:
+        self.epochs: FitEpochs | None = None
+        # True if the trainer made its loaders before the session was open.
+        self.is_waiting = False
+        self._batch = self._global_batch = 0
+        self._saved: Mapping[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.epochs is None:
+            return {}
+        return {"batch": self._batch, "global_batch": self._global_batch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._saved = state
+
+    def rank_limits(self) -> dict[str, Any]:
+        return {GLOBAL_BATCHES: [self._global_batch]}
+
+    def replace(self, combined: Any, session: FrameworkSession | None) -> None:
+        """Replace a single loader over a stream in the trainer's combined loader.
+
+        Raises `SpecError` for a stream that no resume could continue.
+        """
+        loaders = combined.flattened
+        if len(loaders) != 1 or not can_be_stream(loaders[0]):
+            return
+        self.is_waiting = session is None
+        if session is None:
+            return
+        source, options = stream_arguments(loaders[0])
+        if self.epochs is None:
+            self.epochs = FitEpochs(self._make(session, source, options))
+        elif list(self.epochs.stream.shards) != names_of(source):
+            raise SpecError(
+                "reload_dataloaders_every_n_epochs gives the trainer a stream with other shards; "
+                "expected the same ones, whose position each checkpoint has"
+            )
+        combined.flattened = [self.epochs]
+
+    def _make(self, session: FrameworkSession, source: Any, options: dict[str, Any]) -> Any:
+        self._batch = options.pop("batch_size")
+        self._global_batch = self._batch * session.world_size
+        # A program that gives the loader another size than before has the last word.
+        if self._saved.get("batch") == self._batch:
+            self._global_batch = int(self._saved["global_batch"])
+        return session.stream(source, global_batch=self._global_batch, **options)
+
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Around the creation of the trainer's fetcher, which a stream replaces."""
+        module: Any = fit_loop
+        select: Callable[..., Any] = module._select_data_fetcher
+
+        def of_stream(*given: Any) -> Any:
+            found = select(*given)
+            if self.epochs is None or type(found) is not _PrefetchDataFetcher:
+                return found
+            return StreamFetcher(self.epochs.stream)
+
+        module._select_data_fetcher = of_stream
+        try:
+            yield
+        finally:
+            module._select_data_fetcher = select
 
 
 class Remaining:
@@ -166,6 +285,7 @@ class TrainingData:
         self._first: Draws = {}
         self._start_states: list[Any] = []
         self._log = DrawLog()
+        self.stream = TrainingStream()
         # What the checkpoint contains, until it is used.
         self._saved: Mapping[str, Any] = {}
         self._saved_rank: Mapping[str, Any] = {}
@@ -189,6 +309,7 @@ class TrainingData:
             "world_size": self._trainer.world_size,
             "shares": [asdict(each) for each in self._shares()],
             "has_states": any(map(_has_state, self._loaders)),
+            "stream": self.stream.state_dict(),
         }
 
     def rank_state(self) -> dict[str, Any]:
@@ -205,6 +326,7 @@ class TrainingData:
     def load_shared(self, state: Mapping[str, Any]) -> None:
         """Raises `CheckpointError` if the loaders cannot continue at this number of ranks."""
         self._saved = state
+        self.stream.load_state_dict(state.get("stream", {}))
         saved, now = state["world_size"], self._trainer.world_size
         if saved != now and state["has_states"]:
             raise CheckpointError(
@@ -227,7 +349,8 @@ class TrainingData:
         """Around Lightning's creation of the training loaders and of their first iterator."""
         now, self._is_loading, self._created = rng.capture(), True, 0
         try:
-            yield
+            with self.stream.fetching():
+                yield
         finally:
             self._is_loading = False
         fetcher = self._trainer.fit_loop._data_fetcher
@@ -243,6 +366,8 @@ class TrainingData:
 
     def before_iterator(self, combined: Any) -> None:
         """Note the random states, or set those of the restored epoch."""
+        if self._is_loading:
+            self._use_stream(combined)
         self._loaders = list(combined.flattened)
         self._prepare_to_read_again(combined)
         if self._resumes_inside:
@@ -277,6 +402,8 @@ class TrainingData:
         Lightning fetches one batch ahead if a loader has no length. The loader's own state is then
         one batch ahead of training, and would skip that batch.
         """
+        if self.stream.epochs is not None:
+            return False
         if all(map(_has_state, self._loaders)):
             return not all(map(_has_length, self._loaders))
         return len(self._loaders) != 1 or not has_order(self._loaders[0])
@@ -305,7 +432,9 @@ class TrainingData:
         _load_states(
             self._loaders, self._start_states if self._reads_again else saved.get("loaders", [])
         )
-        if not self._reads_again and not any(map(_has_state, self._loaders)):
+        if self.stream.epochs is not None:
+            self.stream.epochs.continues = True
+        elif not self._reads_again and not any(map(_has_state, self._loaders)):
             self._remaining = [_skip_batches(each, self._trained) for each in self._loaders]
 
     def _arrive(self, fetcher: Any) -> None:
@@ -331,12 +460,23 @@ class TrainingData:
         saved, trainer = self._saved.get("shares", ()), self._trainer
         number, self._created = self._created, self._created + 1
         self._given[number:] = [batch_size(loader)]
-        if number < len(saved):
+        if number < len(saved) and not can_be_stream(loader):
             former = SampleShare(**saved[number])
             continue_share(loader, former, rank=trainer.global_rank, ranks=trainer.world_size)
         return loader
 
+    def _use_stream(self, combined: Any) -> None:
+        """Let the session read a single loader over a stream. Check the streams among several."""
+        self.stream.replace(combined, self._trainer.fit_loop.holdfast.session)
+        saved, trainer = self._saved.get("shares", ()), self._trainer
+        for loader, former in zip(combined.flattened, saved, strict=False):
+            if can_be_stream(loader) and not self.stream.is_waiting:
+                share = SampleShare(**former)
+                continue_share(loader, share, rank=trainer.global_rank, ranks=trainer.world_size)
+
     def rank_limits(self) -> dict[str, Any]:
+        if self.stream.epochs is not None:
+            return self.stream.rank_limits()
         if any(map(_has_state, self._loaders)):
             return {FIXED: "each rank's loader has a state of its own share of the data"}
         return limits_of(self._shares())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 from lightning.fabric import Fabric as LightningFabric
 from lightning.fabric.connector import _is_using_cli
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.wrappers import _unwrap_objects
 from torch import nn
 from torch.distributed import is_torchelastic_launched
@@ -16,11 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.lightning.callback import torchrun_size
-from holdfast.trainer.frameworks.lightning.fabric_elastic import (
-    PRECISION,
-    check_strategy,
-    precision_of,
-)
 from holdfast.trainer.frameworks.lightning.global_batch import (
     SampleShare,
     batch_size,
@@ -40,9 +37,60 @@ from holdfast.trainer.frameworks.program_loop.order import (
     set_generator,
 )
 from holdfast.trainer.frameworks.program_loop.progress import LoopProgress
+from holdfast.trainer.frameworks.program_loop.streamed import StreamedLoader
 from holdfast.trainer.frameworks.program_loop.training import LoopTraining, Parts, Words
 from holdfast.trainer.frameworks.session import FrameworkSession
+from holdfast.trainer.frameworks.streamed import has_shards, is_stream, stream_arguments
+from holdfast.trainer.session.session import Session
 from holdfast.trainer.state.objects import RankLimited
+
+PRECISION: Final = "precision"
+STRATEGIES: Final = (DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy)
+
+
+def fabric_session(
+    fabric: Any,
+    model: Any,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Session:
+    """Return a `Session` over what `fabric.setup` returned, and resume.
+
+    It takes Fabric's wrappers off, and adds the state of Fabric's precision, such as a loss scale.
+    `options` are further arguments of `Session`. Raises `SpecError` for a strategy that is not
+    supported, and what `Session` raises.
+    """
+    check_strategy(fabric.strategy)
+    parts = dict(extra or {})
+    if PRECISION in parts:
+        raise SpecError(f"extra[{PRECISION!r}]: Holdfast uses this name for Fabric's precision")
+    parts |= precision_of(fabric)
+    return Session(_unwrapped(model), _unwrapped(optimizer), scheduler, extra=parts, **options)
+
+
+def check_strategy(strategy: Any) -> None:
+    """Raise `SpecError` for a strategy whose state Holdfast does not save here."""
+    if not isinstance(strategy, STRATEGIES):
+        raise SpecError(
+            f"the strategy {type(strategy).__name__} is not supported; use one of "
+            f"{', '.join(kind.__name__ for kind in STRATEGIES)}"
+        )
+
+
+def precision_of(fabric: Any) -> dict[str, Any]:
+    """Return Fabric's precision by its name in a session, if it has a state such as a scale."""
+    precision = fabric.strategy.precision
+    return {PRECISION: precision} if precision.state_dict() else {}
+
+
+def _unwrapped(given: Any) -> Any:
+    if isinstance(given, Sequence):
+        return [_unwrap_objects(each) for each in given]
+    return None if given is None else _unwrap_objects(given)
+
 
 # The learning rate schedulers of a program.
 #
@@ -171,6 +219,43 @@ class FabricLoader(WrappedLoader):
             self.resumed.order = self.batches.order
 
 
+class FabricStream(StreamedLoader):
+    """Wraps a loader over a stream that Fabric set up. A run keeps its global batch."""
+
+    def __init__(self, *parts: Any, dealt: int, **more: Any) -> None:
+        super().__init__(*parts, dealt=dealt, **more)
+        self.global_batch = self.given[1]["batch_size"] * dealt
+
+    def moved(self, batch: Any) -> Any:
+        device = self.inner.device
+        return batch if device is None else move_data_to_device(batch, device)
+
+    @property
+    def passes_of_inner(self) -> int:
+        return int(self.inner._num_iter_calls)
+
+    @passes_of_inner.setter
+    def passes_of_inner(self, passes: int) -> None:
+        self.inner._num_iter_calls = passes
+
+    def describe(self, **place: Any) -> dict[str, Any]:
+        found = super().describe(**place)
+        return {**found, "batch": self.given[1]["batch_size"], "global_batch": self.global_batch}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        super().restore(saved)
+        # A program that gives the loader another size than before has the last word.
+        if saved.get("batch") == self.given[1]["batch_size"]:
+            self.global_batch = int(saved["global_batch"])
+
+    def open(self, session: FrameworkSession) -> None:
+        source, options = self.given
+        options = {key: value for key, value in options.items() if key != "batch_size"}
+        self.stream = session.stream(
+            source, name=self.name, global_batch=self.global_batch, **options
+        )
+
+
 class FabricProgress(LoopProgress, RankLimited):
     """The place in the loaders. Those that are trained on keep their global batch and order."""
 
@@ -204,7 +289,12 @@ class FabricProgress(LoopProgress, RankLimited):
 
     def rank_limits(self) -> dict[str, Any]:
         self._note_shares()
-        return limits_of(list(self._shares.values()))
+        streams = {
+            each.global_batch
+            for each in self.loaders
+            if type(each) is FabricStream and each.has_trained
+        }
+        return limits_of(list(self._shares.values()), streams)
 
     def _continue(self, loader: WrappedLoader) -> None:
         saved, fabric = self._shares.get(loader.number), self._fabric
@@ -218,7 +308,7 @@ class FabricProgress(LoopProgress, RankLimited):
 
     def _note_shares(self) -> None:
         for loader in self.loaders:
-            if loader.has_trained:
+            if loader.has_trained and loader.batches is not None:
                 inner, ranks = loader.inner._dataloader, self._fabric.world_size
                 self._shares[loader.number] = SampleShare.of(
                     inner, ranks, self._given[loader.number]
@@ -391,10 +481,22 @@ class Fabric(LoopMethods[FabricTraining], LightningFabric):
     def _setup_dataloader(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Sets up a loader as Lightning does, so that its place can be restored."""
         inner = super()._setup_dataloader(dataloader, *args, **kwargs)
-        progress = self._training.progress
-        loader = FabricLoader(inner, len(progress.loaders), self._training.iterate)
-        progress.add(loader)
+        loader = self._wrapped(dataloader, inner)
+        self._training.progress.add(loader)
         return loader
+
+    def _wrapped(self, given: Any, inner: Any) -> WrappedLoader:
+        """Return the wrapper of a loader that the program gave and Fabric set up."""
+        number, iterate = len(self._training.progress.loaders), self._training.iterate
+        if not (is_stream(given) and has_shards(given.dataset)):
+            return FabricLoader(inner, number, iterate)
+        try:
+            found = stream_arguments(given)
+        except SpecError as error:
+            loader = FabricLoader(inner, number, iterate)
+            loader.problem = f"a loader whose samples no resume could find again: {error}"
+            return loader
+        return FabricStream(inner, number, iterate, found, dealt=self.world_size)
 
     # --- the processes --------------------------------------------------------------------
 

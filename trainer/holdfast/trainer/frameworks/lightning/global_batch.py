@@ -8,7 +8,7 @@ sampler is of this class, and if the ranks' batches have as many samples togethe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -99,8 +99,11 @@ def continue_share(loader: Any, saved: SampleShare, *, rank: int, ranks: int) ->
             )
 
 
-def limits_of(shares: Sequence[SampleShare]) -> dict[str, Any]:
-    """Return which numbers of ranks can continue, by the keys of `contracts.topology.LIMITS`."""
+def limits_of(shares: Sequence[SampleShare], streams: Set[int] = frozenset()) -> dict[str, Any]:
+    """Return which numbers of ranks can continue, by the keys of `contracts.topology.LIMITS`.
+
+    `streams` are the global batches of streams.
+    """
     orders = {each.order or "a loader without a sampler" for each in shares if not each.is_elastic}
     if orders:
         found = " and ".join(sorted(orders))
@@ -108,7 +111,7 @@ def limits_of(shares: Sequence[SampleShare]) -> dict[str, Any]:
             FIXED: f"the order of the samples comes from {found}, and only that of "
             f"{DISTRIBUTED} can continue at another number of ranks; for a new run, {ADVICE}"
         }
-    return {GLOBAL_BATCHES: sorted({each.global_batch for each in shares})}
+    return {GLOBAL_BATCHES: sorted({each.global_batch for each in shares} | streams)}
 
 
 def has_order(loader: Any) -> bool:

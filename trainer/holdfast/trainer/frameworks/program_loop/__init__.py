@@ -7,6 +7,7 @@ and the random generators.
 |---|---|
 | `order.py` | the order of a loader, noted when a pass over it begins |
 | `loader.py` | a loader that reports each batch |
+| `streamed.py` | a loader over a stream, which the session reads |
 | `progress.py` | the passes under way, and the counters of the run |
 | `training.py` | the session, the epochs and the end of each step |
 | `methods.py` | what a program calls |

@@ -18,12 +18,16 @@ from holdfast.trainer.frameworks.program_loop.order import (
     LoaderOrder,
     Start,
 )
+from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.state import rng
 
 _OWN: Final = frozenset(
     {
         *("inner", "number", "batches", "problem", "resumed", "passes", "ends", "has_begun"),
         *("has_trained", "_iterate"),
+        # Of loaders over streams.
+        *("given", "stream", "dealt", "skips", "given_in_pass", "length", "is_last"),
+        *("passes_of_inner", "global_batch"),
     }
 )
 # The key of the generators at the ends of an epoch's training passes.
@@ -147,7 +151,30 @@ class WrappedLoader(ABC):
     def before_pass(self) -> None:
         """Called when the next pass begins at another place than its first batch."""
 
+    def open(self, session: FrameworkSession) -> None:  # noqa: B027 (most loaders need nothing)
+        """Called when the session is open, before the first pass of training."""
+
+    def enter(self, *, is_training: bool, is_new: bool) -> None:  # noqa: B027
+        """Called before a pass, or with `is_new` false before the rest of a restored one.
+
+        `is_training` is true in the loop over epochs while a model is in training mode.
+        """
+
+    def read(self) -> Iterator[Any]:
+        """Begin the pass and return its batches."""
+        return iter(self.inner)
+
     # --- the place ------------------------------------------------------------------------
+
+    @property
+    def pass_length(self) -> int:
+        """The number of batches of a complete pass on this rank."""
+        return len(self)
+
+    @property
+    def can_skip(self) -> bool:
+        """True if a pass can begin after some of its batches."""
+        return self.batches is not None
 
     @property
     def unit(self) -> int:
@@ -220,7 +247,8 @@ def problem_of(loader: Any) -> str | None:
     return (
         f"a loader over {type(loader.dataset).__name__}, which has no length or no index, so "
         "no resume could find its place again; train over a dataset with __len__ and "
-        "__getitem__"
+        "__getitem__, or over a stream that names its shards, as "
+        "holdfast.trainer.streams.StreamDataset does"
     )
 
 

@@ -86,11 +86,11 @@ class LoopProgress:
         For a pass that is left out, because it was complete, it is the number of its batches.
         """
         if self._left_out is not None:
-            return len(self._left_out)
+            return self._left_out.pass_length
         for loader in self.loaders:
             resumed = loader.resumed
             if resumed is not None and resumed.passes:
-                return len(loader)
+                return loader.pass_length
             if resumed is not None and resumed.done:
                 return resumed.done // self._unit
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -124,6 +125,11 @@ class LoopTraining(ABC):
                     f"{session.resumed_from} was not saved by {self.words.framework} program, so "
                     "the place in its loaders is unknown. Submit this program as a new run"
                 )
+        with contextlib.ExitStack() as failing:
+            failing.push(session)
+            for loader in self.progress.loaders:
+                loader.open(session)
+            failing.pop_all()
         self.session = session
         return session
 
@@ -202,10 +208,12 @@ class LoopTraining(ABC):
             self._begin_steps()
             loader.resumed = None
         loader.has_begun = True
+        is_new = resumed is None or not resumed.done
+        loader.enter(is_training=self._is_training, is_new=is_new)
         done = self._place(loader, skip, resumed)
         one = self.progress.begin(loader, done)
-        one.is_training = one.is_of_epoch = resumed is not None and bool(resumed.done)
-        batches = iter(loader.inner)
+        one.is_training = one.is_of_epoch = not is_new
+        batches = loader.read()
         try:
             for batch in batches:
                 one.done += loader.unit
@@ -217,6 +225,10 @@ class LoopTraining(ABC):
                     self.complete_step()
         finally:
             self.progress.end(one)
+
+    @property
+    def _is_training(self) -> bool:
+        return self._is_looping and any(model.training for model in self.models())
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped. Raises `SpecError` outside of the training loop."""
@@ -260,7 +272,7 @@ class LoopTraining(ABC):
             # Another loader that continues finds the generators as this one leaves them.
             self._resumed_generators = None
             return resumed.done
-        if skip and loader.batches is not None:
+        if skip and loader.can_skip:
             loader.start_at(Start(skip=skip))
         return skip * loader.unit
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from torch import nn
-from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
 from holdfast.contracts.errors import SpecError
+from holdfast.trainer.frameworks.streamed import is_stream
 from holdfast.trainer.numerics.guard import chosen_numerics
 
 ADVICE: Final = {
@@ -44,13 +44,13 @@ def check_arguments(trainer: Any) -> None:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise `SpecError` for a loader whose position a resume cannot find."""
+    """Raise `SpecError` for a loader, other than a stream, whose position no resume can find."""
     dataset = getattr(loader, "dataset", None)
-    if isinstance(dataset, IterableDataset) or not has_length(loader):
+    if not (is_stream(loader) or has_length(loader)):
         raise SpecError(
             f"the training data is a {type(dataset).__name__} without an index, so no resume can "
-            "find its position in it. Give the Trainer a dataset with __len__ and __getitem__; "
-            "with the datasets library, load it with streaming=False"
+            "find its position in it. Give the Trainer a dataset with __len__ and __getitem__, or "
+            "a stream that names its shards, as holdfast.trainer.streams.StreamDataset does"
         )
 
 

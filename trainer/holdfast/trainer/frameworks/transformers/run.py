@@ -40,12 +40,18 @@ from holdfast.trainer.frameworks.transformers.progress import (
     Todo,
     TrainerProgress,
 )
+from holdfast.trainer.frameworks.transformers.streams import (
+    StreamEpochs,
+    stream_of,
+    without_skips,
+)
 from holdfast.trainer.process.program import program_stem
 from holdfast.trainer.ranks.collective import attempt
 from holdfast.trainer.ranks.rank_context import choose_directory
 from holdfast.trainer.sources.safetensors_file import LENGTH_BYTES, METADATA, TYPES
 from holdfast.trainer.staging.file_writers import SlotFile, Writer
 from holdfast.trainer.state import rng
+from holdfast.trainer.streams.loader import StreamLoader
 
 # The model's files in `checkpoint-N`, written in the background.
 #
@@ -313,6 +319,9 @@ class TrainerRun:
         self.session: FrameworkSession | None = None
         self.loader: Any = None
         self.prepared: Any = None
+        # The source and the arguments of a stream, and the stream that the session made of them.
+        self._given: tuple[Any, dict[str, Any]] | None = None
+        self._stream: StreamLoader | None = None
         self.fetches = FetchStates()
         self.progress = TrainerProgress(trainer)
         self._share = RankShare(self.progress, self.fetches)
@@ -356,6 +365,10 @@ class TrainerRun:
         args.gradient_accumulation_steps = batch.accumulation
         trainer._train_batch_size = args.train_batch_size
 
+    def take_loader(self, loader: Any) -> None:
+        """Note the loader that the trainer has prepared. Raises `SpecError` for some streams."""
+        self.loader, self._given = loader, stream_of(loader, self._trainer.args)
+
     def open(self, max_steps: int, steps_per_epoch: int) -> None:
         """Make the session, which resumes, and begin its loop. All ranks leave if it must end."""
         trainer = self._trainer
@@ -384,6 +397,7 @@ class TrainerRun:
             self.progress.apply()
             self._forget_missing_best()
             self._path, self.resumed = None, RESUMED
+        self._make_stream(session)
         self._steps_per_epoch = steps_per_epoch
         place = self.progress.place
         is_at_end = place.steps >= steps_per_epoch and not place.is_ended
@@ -393,6 +407,15 @@ class TrainerRun:
             self._states = rng.capture()
         if must_leave and not self.progress.is_over:
             self._leave()
+
+    def _make_stream(self, session: FrameworkSession) -> None:
+        """Let the session's loader take the place of the trainer's, if the data is a stream."""
+        if self._given is None:
+            return
+        source, options = self._given
+        self._stream = session.stream(source, **options)
+        accumulation = self._trainer.args.gradient_accumulation_steps
+        self.prepared = self.prepared[0], StreamEpochs(self._stream, accumulation)
 
     @property
     def foreign(self) -> str | None:
@@ -429,8 +452,12 @@ class TrainerRun:
     def place(self, epochs: int) -> tuple[int, int]:
         """Return the epoch to begin with, and its batches that are already trained on."""
         place, args = self.progress.resumed_place(self._steps_per_epoch), self._trainer.args
-        if self.progress.is_over and self.progress.place.is_ended:
+        ended = self.progress.place
+        if self.progress.is_over and ended.is_ended:
             return epochs, 0
+        if self._stream is not None and ended.is_ended and self._stream.epoch > ended.epoch:
+            # The number of steps of a stream's epoch is not known before.
+            return ended.epoch + 1, 0
         is_within = place.steps < self._steps_per_epoch
         steps = 0 if args.ignore_data_skip and is_within else place.steps
         return place.epoch, steps * args.gradient_accumulation_steps
@@ -467,6 +494,10 @@ class TrainerRun:
             self._share.resume_fetches(given["epoch"], skipped)
         self.restore_generators()
         return {**changed, "resume_from_checkpoint": self.resumed}
+
+    def at_its_place(self) -> contextlib.AbstractContextManager[None]:
+        """Around an epoch of the trainer: a stream is at its place, so nothing is skipped."""
+        return contextlib.nullcontext() if self._stream is None else without_skips()
 
     def take_todo(self) -> Todo:
         """Return the work of the restored step that is still to do."""

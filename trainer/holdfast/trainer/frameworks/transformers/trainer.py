@@ -115,7 +115,7 @@ class Trainer(transformers.Trainer):
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         check_loader(dataloader)
-        self._holdfast.loader = dataloader
+        self._holdfast.take_loader(dataloader)
         return super().set_initial_training_values(args, dataloader)
 
     def _init_training_state(
@@ -163,7 +163,8 @@ class Trainer(transformers.Trainer):
                 names = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
                 self._evaluate_and_save(todo, self._tr_loss, None, *(given[n] for n in names))
             given |= run.continue_epoch()
-        super()._run_epoch(**given)
+        with run.at_its_place():
+            super()._run_epoch(**given)
         run.end_epoch()
 
     def get_batch_samples(self, *arguments: Any, **more: Any) -> Any:

@@ -105,6 +105,7 @@ def build_environment(
         environment.NUMERICS: request.supervision.numerics.model_dump_json(),
         environment.FLUSH_TIMEOUT: str(request.supervision.flush_timeout_s),
         **_write_limit(request),
+        **_doubling_steps(request),
     }
     network = interface_environment(request.launch.network_interface)
     kept = {
@@ -119,6 +120,12 @@ def _write_limit(request: Request) -> dict[str, str]:
     """Return the limit for the flusher, which the ranks lift while training waits."""
     limit = request.checkpoint.write_limit_bytes
     return {} if limit is None else {environment.CHECKPOINT_WRITE_LIMIT: str(limit)}
+
+
+def _doubling_steps(request: Request) -> dict[str, str]:
+    """Return the first of the steps at which the ranks also save."""
+    first = request.checkpoint.doubling_steps
+    return {} if first is None else {environment.CHECKPOINT_DOUBLING_STEPS: str(first)}
 
 
 def place_environment(context: AgentContext, address: str, port: int) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import json
 import math
 import os
 import re
@@ -16,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
@@ -37,8 +36,9 @@ from holdfast.workers.agent.watch.flight_recorder import recorder_environment
 from holdfast.workers.agent.watch.kernel_view import ignores
 from holdfast.workers.decisions.causes import RankFailure
 from holdfast.workers.decisions.evidence import last_traceback
-from holdfast.workers.nodes.gpus import CONTROL
+from holdfast.workers.decisions.torchrun_report import ended_peers, read_error_file, read_report
 from holdfast.workers.nodes.processes import descendants, end_processes
+from holdfast.workers.nodes.visible_gpus import CONTROL
 
 # A log that a process writes to this node's memory, copied to storage by a thread.
 #
@@ -102,19 +102,10 @@ TAIL_BYTES: Final = 64 * 1024
 REPORT_BYTES: Final = 1024 * 1024
 LOG_TAIL_BYTES: Final = 4096
 TRACEBACK_CHARACTERS_MAX: Final = 20_000
-# torchrun logs this about every other rank that it ends after a failure. The ranks ignore its
-# signal, and torchrun would wait half a minute before it kills them.
-_ENDING = re.compile(r"Sending process (\d+) closing signal")
 # A process that fails on its own writes one of these before it ends.
 _ERROR_TEXT = re.compile(r"Traceback|[Ee]rror|[Ee]xception|terminate called|[Aa]bort|watchdog")
 # A rank that fails because another rank failed reports its error within this time.
 PEER_ERROR_S: Final = 2.0
-# torchrun's report of its failed workers, which is the same in versions 1.9 to 2.13.
-_FAILURE = re.compile(
-    r"^\[\d+\]:\n\s*time\s*: .*\n\s*host\s*: .*\n\s*rank\s*: (?P<rank>\d+) "
-    r"\(local_rank: (?P<local>\d+)\)\n\s*exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)",
-    re.MULTILINE,
-)
 
 
 class Torchrun:
@@ -256,8 +247,7 @@ class Torchrun:
 
     def _peers_ended(self) -> set[int]:
         """Return the ids of the ranks that torchrun ends because another rank failed."""
-        log = self._log.tail(REPORT_BYTES)
-        return {int(number) for number in _ENDING.findall(log)}
+        return ended_peers(self._log.tail(REPORT_BYTES))
 
     def kill(self) -> None:
         """Kill every process below, within `KILL_WAIT_S` seconds. The guard does it."""
@@ -311,11 +301,10 @@ class Torchrun:
         report = self._log.tail(REPORT_BYTES)
         found: dict[int, RankFailure] = {}
         first = self._context.node * self._context.request.ranks_per_node
-        for match in _FAILURE.finditer(report):
-            local = int(match["local"])
-            code = int(match["code"])
-            failure = self._failure(first + local, local, code, match)
-            if code < 0 and failure.pid in ended:
+        for one in read_report(report):
+            local = one.local
+            failure = self._failure(first + local, local, one.code, one.pid)
+            if one.code < 0 and failure.pid in ended:
                 if not failure.traceback:
                     continue
                 # It failed on its own too, but exited more slowly than its peers.
@@ -323,7 +312,7 @@ class Torchrun:
             found[local] = failure
         if not found:
             for local in range(self._ranks):
-                failure = self._failure(first + local, local, self._own_code(), {"pid": "0"})
+                failure = self._failure(first + local, local, self._own_code(), 0)
                 if failure.traceback or self._program.launcher == "none":
                     found[local] = failure
         return list(found.values())
@@ -348,9 +337,7 @@ class Torchrun:
         """Return the end of torchrun's own log."""
         return hide(self._log.tail(LOG_TAIL_BYTES), self._secrets)
 
-    def _failure(
-        self, rank: int, local: int, code: int, match: re.Match[str] | Mapping[str, str]
-    ) -> RankFailure:
+    def _failure(self, rank: int, local: int, code: int, pid: int) -> RankFailure:
         folder = self._rank_folder(local)
         traceback, timestamp = ("", 0.0) if folder is None else _error_file(folder / "error.json")
         stderr = read_tail(folder / "stderr.log", TAIL_BYTES) if folder else ""
@@ -362,7 +349,7 @@ class Torchrun:
             exit_code=code,
             timestamp=timestamp,
             traceback=traceback[-TRACEBACK_CHARACTERS_MAX:],
-            pid=int(match["pid"]),
+            pid=pid,
             stderr_tail=stderr[-TRACEBACK_CHARACTERS_MAX // 5 :],
             host=self._context.host,
         )
@@ -413,12 +400,6 @@ def unwritten_in(folder: Path) -> str:
 def _error_file(path: Path) -> tuple[str, float]:
     """Return the traceback and the time (Unix seconds) in torchrun's error file, or ('', 0)."""
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return read_error_file(path.read_bytes())
+    except OSError:
         return "", 0.0
-    message = content.get("message", "")
-    if not isinstance(message, dict):
-        return str(message), float(content.get("timestamp", 0))
-    extra = message.get("extraInfo", {})
-    text = str(extra.get("py_callstack") or message.get("message", ""))
-    return text, float(extra.get("timestamp", 0))

@@ -21,7 +21,6 @@ from holdfast.workers.agent.notices.metadata import LINK_LOCAL
 from holdfast.workers.agent.notices.notice import Cloud, Notice, Poll
 
 AUTO: Final = "auto"
-OFF: Final = "off"
 PROBES_MAX: Final = 3
 PROBE_PAUSE_S: Final = 10.0
 NOTICES_MAX: Final = 1000

@@ -16,19 +16,19 @@ from holdfast.workers.agent.node_group import AGREE_WAIT_S, ANSWER_S_MIN, NodeGr
 
 # An early meeting of the ranks, agreed on like a stop, after which training continues.
 #
-# At the meeting the ranks save together. A rank with a bad loss requests one too, and the ranks
-# then agree on how to continue.
+# At the meeting the ranks save together, or test their nodes and links. A rank with a bad loss
+# requests one too, and the ranks then agree on how to continue.
 
 
 class EarlySave:
-    """Agrees on one early save at a time. `note` journals a text.
+    """Agrees on one early save or paired test at a time. `note` journals a text.
 
     Each question to the nodes is open for `wait_s` seconds.
     """
 
     def __init__(self, note: Callable[[str], None], wait_s: float) -> None:
         self._note, self._wait_s = note, wait_s
-        self._is_wanted = False
+        self._is_wanted = self._is_test_wanted = False
         self._answered = 0
         self._step: int | None = None
 
@@ -36,9 +36,14 @@ class EarlySave:
         """Request a save at the next step that all ranks can agree on."""
         self._is_wanted = True
 
+    def ask_test(self) -> None:
+        """Request a paired test at the next step that all ranks can agree on."""
+        self._is_test_wanted = True
+
     def forget(self) -> None:
         """Forget requests and agreements, because a new launch starts."""
-        self._is_wanted, self._answered, self._step = False, 0, None
+        self._is_wanted = self._is_test_wanted = False
+        self._answered, self._step = 0, None
 
     def is_under_way(self, reports: Collection[NodeReport]) -> bool:
         """Return True while a rank may not have seen yet that it should save.
@@ -50,25 +55,31 @@ class EarlySave:
         return self._step is not None
 
     def pursue(self, nodes: Sequence[LedNode], reports: Collection[NodeReport], serial: int) -> int:
-        """Agree on the step of a requested save; return the first unused serial."""
+        """Agree on the step of a requested save or test; return the first unused serial."""
         is_training = len(reports) == len(nodes) and all(r.entered > NOWHERE for r in reports)
         asked = max((report.asked for report in reports), default=0)
-        is_wanted = self._is_wanted or asked > self._answered
+        is_save = self._is_wanted or asked > self._answered
+        is_wanted = is_save or self._is_test_wanted
         if not is_wanted or not is_training or self.is_under_way(reports):
             return serial
-        self._is_wanted = False
+        word, what = (Proposal.SAVE, "an early save") if is_save else (Proposal.TEST, "a test")
+        if is_save:
+            self._is_wanted = False
+        else:
+            self._is_test_wanted = False
         try:
             self._step, _ = agree_on_step(
-                nodes, first_serial=serial, word=Proposal.SAVE, wait_s=self._wait_s
+                nodes, first_serial=serial, word=word, wait_s=self._wait_s
             )
         except AgreementError as error:
-            self._note(f"no early save: {error}")
+            self._note(f"no agreement on {what}: {error}")
         except ConnectionError:
             # The next poll will find the node lost, and training ends for that reason.
             return serial + ROUNDS_MAX
         else:
-            self._answered = max(asked, self._answered)
-            why = f"a rank asked in step {asked}" if asked else "an early save"
+            if is_save:
+                self._answered = max(asked, self._answered)
+            why = f"a rank asked in step {asked}" if asked and is_save else what
             self._note(f"the ranks agreed to meet after step {self._step}: {why}")
         return serial + ROUNDS_MAX
 

@@ -79,12 +79,19 @@ class StopListener:
         self._forwarded.append(name)
         self._signals.wake()
 
+    def recall(self, known: StopRequest | None) -> None:
+        """Take over the stop request of a lost lead, and what this node had heard meanwhile."""
+        if known is not None:
+            self.accept(known, is_journaled=True)
+        for name in self._signals.heard:
+            self.hear(name)
+
     def end(self) -> None:
         """Mark the attempt's ending as known. Later requests only set a deadline."""
         with self._lock:
             self._late_deadline = math.inf
 
-    def accept(self, stop_request: StopRequest) -> None:
+    def accept(self, stop_request: StopRequest, *, is_journaled: bool = False) -> None:
         """Accept a stop request from any source."""
         with self._lock:
             if self._late_deadline is not None:
@@ -95,6 +102,8 @@ class StopListener:
                 return
             self._stop_request = stop_request
         self._was_requested.set()
+        if is_journaled:
+            return
         self._record(
             EventKind.SIGNAL,
             source=stop_request.source,

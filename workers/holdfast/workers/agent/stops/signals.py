@@ -31,13 +31,17 @@ _OF_STATE: Final = {
 
 
 class SignalBox:
-    """Collects signals to this process; the main thread must install it."""
+    """Collects signals to this process; the main thread must install it.
+
+    `heard` are the names of those that `wait` has returned.
+    """
 
     def __init__(self) -> None:
+        self.heard: list[str] = []
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def install(self) -> None:
-        """Replace every handler, submitit's included, by one that only sets a flag."""
+        """Replace every handler by one that only sets a flag."""
         # The interpreter writes the number to the pipe. That is the flag, and it wakes the loop.
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in HEARD:
@@ -53,7 +57,9 @@ class SignalBox:
         numbers = b""
         with contextlib.suppress(BlockingIOError):
             numbers = os.read(self._read, 4096)
-        return [signal.Signals(n).name for n in dict.fromkeys(numbers) if n in set(HEARD)]
+        names = [signal.Signals(n).name for n in dict.fromkeys(numbers) if n in set(HEARD)]
+        self.heard = list(dict.fromkeys([*self.heard, *names]))
+        return names
 
     def wake(self) -> None:
         """End a wait of another thread, which then returns no name."""

@@ -21,9 +21,14 @@ from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.records.attempt import Request
 from holdfast.workers.agent.watch import silence
+from holdfast.workers.agent.watch.collectives import CollectiveBlame
+from holdfast.workers.agent.watch.flight_recorder import MergedRecords
 from holdfast.workers.agent.watch.silence import RankStatus, Sample, SilenceLimits
-from holdfast.workers.agent.watch.stack_text import find_blame
+from holdfast.workers.agent.watch.slowdowns import Slowdowns, SlowNode, describe
+from holdfast.workers.agent.watch.stack_text import RankStack, find_blame
 from holdfast.workers.agent.watch.stacks import StackSample
+from holdfast.workers.agent.watch.step_times import LongSteps, StepTimes, describe_steps
+from holdfast.workers.nodes.calibration import SLOW_FACTOR, SLOW_SHARE
 
 # Find ranks that are slower than their peers, purely.
 #
@@ -33,11 +38,11 @@ from holdfast.workers.agent.watch.stacks import StackSample
 # the rank's *own* time. Where ranks spin while they wait, as for a GPU, all shares are one and no
 # rank is named.
 
-SLOW_FACTOR: Final = 1.5
-# A smaller share of a step's time is noise, whatever the factor.
-SLOW_SHARE: Final = 0.1
 TIMES_MIN: Final = 3
 RANKS_MIN: Final = 2
+# A rank without a sign of life for this many of its steps does not count as slow. It may hang.
+STILL_STEPS: Final = 5
+STILL_STEP_S: Final = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +81,15 @@ def _median_without(ordered: Sequence[float], place: int) -> float:
     lower = upper if count % 2 else upper - 1
     low, high = (ordered[n if n < place else n + 1] for n in (lower, upper))
     return low if lower == upper else (low + high) / 2
+
+
+def are_stepping(statuses: Sequence[RankStatus]) -> bool:
+    """Return True if no rank that trains has been silent for many of its steps."""
+    return all(
+        status.silent_s <= STILL_STEPS * max(status.step_s, STILL_STEP_S)
+        for status in statuses
+        if status.phase == "train" and status.step_s > 0
+    )
 
 
 class Stragglers:
@@ -158,6 +172,8 @@ class _Suspicion:
     still_samples: int = 0
     next_at: float = 0.0
     is_journaled: bool = False
+    records: MergedRecords | None = None
+    blame: CollectiveBlame | None = None
 
 
 class HangWatch:
@@ -165,6 +181,10 @@ class HangWatch:
 
     def __init__(self, request: Request, attempt: AttemptPaths, journal: JournalWriter) -> None:
         self.evidence: tuple[str, ...] = ()
+        # The ranks of a confirmed hang that the others wait for, by the flight records.
+        self.missing: tuple[int, ...] = ()
+        # True if a rank of a confirmed hang waits for storage.
+        self.is_on_storage = False
         self._is_on = request.supervision.hangs
         # A program that writes its own checkpoints has no session, so no rank ever registers.
         self._has_session = not request.program.is_watched
@@ -177,7 +197,13 @@ class HangWatch:
         self._groundless: list[int] = []
         self._quiet_until = 0.0
         self._doublings = 0
-        self._stragglers = Stragglers()
+        self._stragglers, self._slowdowns = Stragglers(), Slowdowns()
+        self._slowdown = request.health.slowdown
+        # The nodes of this launch that are slow now, and since when they have been named.
+        self.slow: dict[str, tuple[SlowNode, float]] = {}
+        # Steps that take longer than usual now, and since when.
+        self.long_steps: tuple[LongSteps, float] | None = None
+        self._step_times = StepTimes()
         # How long no rank had registered when that was last examined.
         self._start_examined_s = 0.0
         self._straggler_at = 0.0
@@ -186,9 +212,11 @@ class HangWatch:
     def begin(self, launch: int, world_size: int | None = None) -> None:
         """Start a new launch without suspicions, of `world_size` ranks if that has changed."""
         self._world_size = world_size or self._world_size
-        self._launch, self._open, self.evidence = launch, None, ()
+        self._launch, self._open, self.evidence, self.missing = launch, None, (), ()
+        self.is_on_storage = False
         self._start_examined_s = 0.0
-        self._stragglers = Stragglers()
+        self._stragglers, self._slowdowns = Stragglers(), Slowdowns()
+        self.slow, self.long_steps, self._step_times = {}, None, StepTimes()
         self._looked_at = self._awake_since = time.monotonic()
         self._straggler_at = self._looked_at + STRAGGLER_WINDOW_S
 
@@ -206,7 +234,7 @@ class HangWatch:
         statuses = self._statuses(nodes, reports, now - self._awake_since)
         if not self._is_on or len(statuses) < self._world_size:
             return False
-        self._name_stragglers(statuses, now)
+        self._name_slow(nodes, statuses, now)
         if not silence.have_registered(statuses):
             return self._look_at_start(nodes, reports, statuses, now)
         silent = silence.suspects(statuses, self._silence_limits)
@@ -306,8 +334,30 @@ class HangWatch:
         if len(there) < len(nodes) and now < open_.asked_at + SAMPLE_S_MAX:
             return False
         stacks = {stack.rank: stack for sample in there for stack in sample.stacks}
+        self._tend_records(open_, stacks, statuses)
         sample = Sample(at=open_.asked_at, statuses=open_.asked_statuses, stacks=stacks)
         return self._judge(open_, sample, statuses, now)
+
+    def _tend_records(
+        self,
+        open_: _Suspicion,
+        stacks: Mapping[int, RankStack],
+        statuses: Sequence[RankStatus],
+    ) -> None:
+        """Have the flight records merged, which the first sample took, and fetch what they show."""
+        with_record = {
+            one.rank // self._ranks_per_node for one in stacks.values() if one.has_record
+        }
+        if with_record and open_.records is None:
+            folders = [self._attempt.dump(node, open_.dump) for node in sorted(with_record)]
+            open_.records = MergedRecords(folders, self._world_size)
+        if open_.records is None or open_.blame is not None or open_.records.blame is None:
+            return
+        open_.blame = open_.records.blame
+        if open_.is_journaled:
+            # The line before this one could not contain it yet.
+            all_s = min(status.silent_s for status in statuses)
+            self._journal_finding(EventKind.HANG_SUSPECTED, open_, statuses, all_silent_s=all_s)
 
     def _judge(
         self, open_: _Suspicion, sample: Sample, statuses: list[RankStatus], now: float
@@ -359,6 +409,9 @@ class HangWatch:
         finding = self._journal_finding(EventKind.HANG_CONFIRMED, open_, statuses, reason=reason)
         dumps = ", ".join(self._dumps(open_, statuses))
         self.evidence = (reason, finding, f"stacks: {dumps}")
+        self.missing = open_.blame.ranks if open_.blame and open_.blame.is_missing else ()
+        stacks = open_.last.stacks.values() if open_.last else ()
+        self.is_on_storage = any(stack.on_storage for stack in stacks)
         self._open = None
 
     def _journal_finding(
@@ -371,6 +424,9 @@ class HangWatch:
         finding = find_blame(stacks, {k.rank: k.step for k in statuses})
         if not silence.have_registered(statuses):
             finding = f"no rank has made a Session for {worst[0].silent_s:.0f} s; {finding}"
+        if open_.blame is not None:
+            finding = f"{finding}; by the flight records, {open_.blame.finding}"
+            more["blamed"] = list(open_.blame.ranks)
         self._journal.append(
             kind,
             attempt=self._attempt.number,
@@ -406,10 +462,17 @@ class HangWatch:
                 shutil.rmtree(folder, ignore_errors=True)
         del self._groundless[:-GROUNDLESS_KEPT]
 
-    def _name_stragglers(self, statuses: Sequence[RankStatus], now: float) -> None:
+    def _name_slow(
+        self, nodes: Sequence[WatchedNode], statuses: Sequence[RankStatus], now: float
+    ) -> None:
+        """Journal ranks that are far slower than their peers, and nodes that are slow for long."""
         if now < self._straggler_at:
             return
         self._straggler_at = now + STRAGGLER_WINDOW_S
+        if not are_stepping(statuses):
+            # A rank that hangs spoils the times of all, and would be named as slow.
+            self._stragglers.look([])
+            return
         for slow in self._stragglers.look(statuses):
             self._journal.append(
                 EventKind.STRAGGLER,
@@ -420,6 +483,47 @@ class HangWatch:
                 peers_s=round(slow.peers_s, 6),
                 step_s=round(slow.step_s, 6),
             )
+        if self._slowdown == "off":
+            return
+        for found in self._slowdowns.look(statuses, self._ranks_per_node):
+            host = nodes[found.node].name
+            asks = self._slowdown == "ask"
+            self._journal.append(
+                EventKind.NODE_SLOW,
+                attempt=self._attempt.number,
+                launch=self._launch,
+                host=host,
+                ranks=list(found.ranks),
+                slow=found.is_slow,
+                excess=round(found.excess, 3),
+                cost_share=round(found.cost, 3),
+                asks=asks,
+                text=describe(found, host, asks=asks),
+            )
+        since = {host: at for host, (_, at) in self.slow.items()}
+        named = {nodes[one.node].name: one for one in self._slowdowns.named()}
+        self.slow = {host: (one, since.get(host, now)) for host, one in named.items()}
+        self._name_long_steps(statuses, now)
+
+    def _name_long_steps(self, statuses: Sequence[RankStatus], now: float) -> None:
+        """Journal that all ranks wait longer for long, as for a slow link, or no longer do."""
+        found = self._step_times.look(statuses)
+        if found is None:
+            return
+        self.long_steps = (found, now) if found.is_slow else None
+        # If ranks work longer, the line about their node says so, or the work is heavier.
+        if not found.all_wait:
+            return
+        self._journal.append(
+            EventKind.LINK_SLOW,
+            attempt=self._attempt.number,
+            launch=self._launch,
+            hosts=[],
+            slow=found.is_slow,
+            excess=round(found.excess, 3),
+            asks=False,
+            text=describe_steps(found, will_test=self._slowdown in {"ask", "act"}),
+        )
 
     def _dumps(self, open_: _Suspicion, statuses: Sequence[RankStatus]) -> list[str]:
         """Return the dump's folders, relative to the run's folder."""

@@ -20,9 +20,10 @@ from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.disk.rank_logs import TIMES, time_line
 from holdfast.contracts.node.rank_status import RankStatusTable
 from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.watch.node_series import NodeSeries
 from holdfast.workers.agent.watch.rank_watch import RankWatch
 from holdfast.workers.nodes.calibration import PhaseTimes, scaled
-from holdfast.workers.nodes.gpus import watch_gpus
+from holdfast.workers.nodes.gpus import GpuBeat, watch_gpus
 from holdfast.workers.nodes.heartbeats import (
     HeartbeatWriter,
     NodeBeat,
@@ -135,6 +136,8 @@ class Heartbeat:
     ) -> None:
         """`program` returns the part of a program that does not use the status table."""
         self.launch = 0
+        # While this node gives way to another lead, it writes nothing.
+        self.is_paused = False
         # On other nodes, sends a heartbeat to node 0 once this node has joined.
         self.send: Callable[[dict[str, Any]], object] | None = None
         self._context = context
@@ -146,11 +149,16 @@ class Heartbeat:
         self._status_table, self._watch, self._program = status_table, watch, program
         self._log_times = LogTimes(context.attempt, context.node)
         self._gpus = watch_gpus()
+        self._series = NodeSeries(context, watch, self.gpus, lambda: self.launch)
         self._boot_id = boot_id()
         self._clock = _clock_offset_s()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
+
+    def gpus(self) -> tuple[GpuBeat, ...]:
+        """Return the newest data on this node's GPUs."""
+        return self._gpus.beats() if self._gpus else ()
 
     def take(self, beat: dict[str, Any]) -> None:
         """Take the heartbeat of another node, for the next write. Node 0 only."""
@@ -168,10 +176,12 @@ class Heartbeat:
         """Report another place of this node, from the next launch on."""
         self._world_size = placed.request.world_size
         self._log_times = LogTimes(placed.attempt, placed.node)
+        self._series.move(placed)
 
     def close(self) -> None:
         """Report one last heartbeat and stop."""
         self._over.set()
+        self._series.close()
         self._thread.join(STOP_WAIT_S)
         if self._writer is not None and not self._thread.is_alive():
             self._writer.close()
@@ -192,6 +202,8 @@ class Heartbeat:
                 return
 
     def _report(self) -> None:
+        if self.is_paused:
+            return
         beat = self._take_beat().model_dump(mode="json", exclude_none=True)
         if self._writer is not None:
             self.take(beat)
@@ -212,7 +224,7 @@ class Heartbeat:
             boot_id=self._boot_id,
             world_size=self._world_size,
             ranks=self._ranks() or self._program(),
-            gpus=self._gpus.beats() if self._gpus else (),
+            gpus=self.gpus(),
             phases=self._watch.summary(),
             memory_percent=psutil.virtual_memory().percent,
         )

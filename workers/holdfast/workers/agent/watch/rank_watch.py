@@ -21,6 +21,7 @@ from holdfast.workers.agent.guard import is_running, is_unreaped
 from holdfast.workers.agent.watch.kernel_view import waits_for_others
 from holdfast.workers.agent.watch.silence import RankStatus
 from holdfast.workers.nodes.calibration import Calibration, PhaseTimes, percentile
+from holdfast.workers.nodes.series import NO_TIMES, RankTimes
 
 TICK_S: Final = 0.1
 STOP_WAIT_S: Final = 5.0
@@ -48,6 +49,28 @@ class Counters:
 
 
 @dataclass
+class _Spent:
+    """Where the time of a rank went since the last bucket of the series began, in seconds.
+
+    `data_s` and `others_s` are parts of `trained_s`. `stepped_s` is the duration of `steps` steps.
+    """
+
+    trained_s: float = 0.0
+    data_s: float = 0.0
+    others_s: float = 0.0
+    stepped_s: float = 0.0
+    steps: int = 0
+
+    def per_step(self, current_s: float) -> RankTimes:
+        """Return the times per step; `current_s` is the time in the step that has not ended."""
+        if not self.trained_s:
+            return NO_TIMES
+        step_s = self.stepped_s / self.steps if self.steps else current_s
+        data_share, others_share = self.data_s / self.trained_s, self.others_s / self.trained_s
+        return RankTimes(step_s, min(1.0, data_share) * step_s, others_share * step_s)
+
+
+@dataclass
 class _Rank:
     """What is remembered about one rank, always of the same process."""
 
@@ -59,6 +82,10 @@ class _Rank:
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     process: psutil.Process | None = None
     counters: Counters = field(default_factory=Counters)
+    spent: _Spent = field(default_factory=_Spent)
+    # The rank's wait for data at the last tick, and the time of that tick.
+    data_wait_s: float = 0.0
+    ticked_at: float = 0.0
 
     def step_times(self) -> tuple[float, float]:
         """Return (p50, p99) of the newest steps in seconds; zeros before the first."""
@@ -121,6 +148,20 @@ class RankWatch:
         with self._lock:
             return [seen.step_times() for seen in self._ranks]
 
+    @property
+    def first_rank(self) -> int:
+        """The rank of local rank 0."""
+        return self._first_rank
+
+    def take_bucket(self) -> list[RankTimes]:
+        """Return each rank's times per step since the last call, by local rank."""
+        with self._lock:
+            now, found = time.monotonic(), []
+            for seen in self._ranks:
+                found.append(seen.spent.per_step(max(0.0, now - seen.beat_at)))
+                seen.spent = _Spent()
+            return found
+
     def summary(self) -> dict[str, PhaseTimes]:
         """Return the known times of all phases, including earlier attempts."""
         with self._lock:
@@ -141,14 +182,28 @@ class RankWatch:
         elif beat_at > seen.beat_at:
             self._measure(record, seen, beat_at, completed)
         seen.beat_at, seen.phase, seen.completed = beat_at, phase, completed
-        if phase is Phase.TRAIN:
-            seen.moments.append(waits_for_others(pid))
+        self._spend(record, seen, pid, phase)
         if time.monotonic() - seen.counters.taken_at >= COUNTERS_S:
             seen.counters = _count(seen)
 
+    def _spend(self, record: RankRecord, seen: _Rank, pid: int, phase: Phase) -> None:
+        """Record where the time since the last tick went. A wait for data is for no other rank."""
+        now = time.monotonic()
+        tick_s, seen.ticked_at = now - seen.ticked_at, now
+        before_s = seen.data_wait_s
+        seen.data_wait_s, is_in_data = record.data_wait_s(now)
+        if phase is not Phase.TRAIN:
+            return
+        waits = not is_in_data and waits_for_others(pid)
+        seen.moments.append(waits)
+        data_s = min(tick_s, max(0.0, seen.data_wait_s - before_s))
+        seen.spent.trained_s += tick_s
+        seen.spent.data_s += data_s
+        seen.spent.others_s += tick_s - data_s if waits else 0.0
+
     def _register(self, seen: _Rank, pid: int, beat_at: float) -> None:
         """Register a rank's process at its first sign of life, and record its start-up time."""
-        seen.pid = pid
+        seen.pid, seen.ticked_at = pid, time.monotonic()
         with contextlib.suppress(psutil.Error):
             seen.process = psutil.Process(pid)
         if beat_at > self._began_at:
@@ -159,6 +214,8 @@ class RankWatch:
         steps_s = record.recent_steps_s(seen.completed) if completed > seen.completed else []
         if seen.phase is Phase.TRAIN and steps_s:
             seen.steps_s.extend(steps_s)
+            seen.spent.steps += len(steps_s)
+            seen.spent.stepped_s += sum(steps_s)
             self.calibration.add("train", steps_s)
         elif seen.phase is not Phase.TRAIN:
             self.calibration.add(seen.phase.name.lower(), [beat_at - seen.beat_at])

@@ -14,6 +14,10 @@ TOP_FRAMES: Final = 3
 GROUPS_MAX: Final = 8
 RANKS_NAMED_MAX: Final = 8
 _FAULT_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
+# The text that `read_py_spy` returns.
+_THREAD: Final = re.compile(r"^thread \S+ \((?P<name>.*), \w+\), innermost first:$")
+_TEXT_FRAME: Final = re.compile(r"^    (?P<name>.+) \((?P<file>.+):(?P<line>\d{1,9})\)$")
+NO_STACKS: Final = "no stacks: "
 _FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)$')
 # The code in which a rank waits for its peers: collectives and stores, the backward pass that runs
 # them, and waits for a GPU that runs them.
@@ -54,7 +58,8 @@ class RankStack:
     thread. `top` has its innermost frames, and `place` the innermost one outside torch. `waits` is
     True if it waits for its peers. `problem` says why there are no stacks. `on_storage` is True if
     a thread of the rank, or of a process below it, waits for storage. `helpers_cpu_s` and
-    `helpers_io_bytes` count the CPU time and the I/O of the processes below it.
+    `helpers_io_bytes` count the CPU time and the I/O of the processes below it. `has_record` is
+    True if the dump has the rank's flight record.
     """
 
     rank: int
@@ -69,6 +74,7 @@ class RankStack:
     on_storage: bool = False
     helpers_cpu_s: float = 0.0
     helpers_io_bytes: int = 0
+    has_record: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -100,17 +106,33 @@ def read_py_spy(rank: int, pid: int, output: bytes) -> tuple[RankStack, str]:
 
 def read_faulthandler(rank: int, output: str) -> tuple[RankStack, str]:
     """Return (summary, text) of `faulthandler` output, in which the main thread comes last."""
-    starts = [match.end() for match in _FAULT_THREAD.finditer(output)]
-    if not starts:
+    if not _FAULT_THREAD.search(output):
         raise ValueError("no threads")
-    frames = []
-    for line in output[starts[-1] :].splitlines():
-        match = _FAULT_FRAME.match(line)
-        if match:
-            number = int(match["line"]) if match["line"].isdecimal() else 0
-            frames.append(Frame(match["name"], match["file"], number))
+    frames = _fault_frames(output)
     digest = _digest([(frame.file, frame.line, frame.name) for frame in _outside_polls(frames)])
     return _summary(rank, frames, digest, _digest(_functions(frames)), "faulthandler"), output
+
+
+def read_dump(rank: int, text: str) -> tuple[RankStack, list[Frame]]:
+    """Return the summary of a rank in a dump, by its text, and the frames of its main thread.
+
+    The text is one that `read_py_spy` or `read_faulthandler` returned, or says why there is none.
+    """
+    if text.startswith(NO_STACKS):
+        return RankStack(rank=rank, problem=text.removeprefix(NO_STACKS).strip()), []
+    frames: list[Frame] = []
+    is_main, source = False, "py-spy"
+    for line in text.splitlines():
+        if head := _THREAD.match(line):
+            is_main = head["name"] == "main"
+        elif is_main and (match := _TEXT_FRAME.match(line)):
+            frames.append(Frame(match["name"], match["file"], int(match["line"])))
+    if not frames:
+        frames, source = _fault_frames(text), "faulthandler"
+    if not frames:
+        return RankStack(rank=rank, problem="the text has no stack"), []
+    functions = _digest(_functions(frames))
+    return _summary(rank, frames, functions, functions, source), frames
 
 
 def find_blame(stacks: Sequence[RankStack], steps: Mapping[int, int]) -> str:
@@ -137,8 +159,20 @@ def find_blame(stacks: Sequence[RankStack], steps: Mapping[int, int]) -> str:
         if len(groups) > 1 and waiting:
             parts.insert(0, "the ranks are in different collectives")
     if unknown:
-        parts.append(f"no stacks of {_ranks_text(unknown)}")
+        parts.append(f"no stacks of {ranks_text(unknown)}")
     return "; ".join(parts[: GROUPS_MAX + 1])
+
+
+def _fault_frames(output: str) -> list[Frame]:
+    """Return the frames of the last thread in `faulthandler` output."""
+    starts = [match.end() for match in _FAULT_THREAD.finditer(output)]
+    frames = []
+    for line in output[starts[-1] :].splitlines() if starts else ():
+        match = _FAULT_FRAME.match(line)
+        if match:
+            number = int(match["line"]) if match["line"].isdecimal() else 0
+            frames.append(Frame(match["name"], match["file"], number))
+    return frames
 
 
 def _behind(stacks: Sequence[RankStack], steps: Mapping[int, int]) -> list[RankStack]:
@@ -159,10 +193,10 @@ def _groups(stacks: Sequence[RankStack]) -> list[list[RankStack]]:
 def _describe(kind: str, group: Sequence[RankStack]) -> str:
     first = group[0]
     inside = "" if first.place == first.top[0] else f", in {first.top[0]}"
-    return f"{kind}: {_ranks_text([s.rank for s in group])} at {first.place}{inside}"
+    return f"{kind}: {ranks_text([s.rank for s in group])} at {first.place}{inside}"
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     named = ", ".join(str(rank) for rank in sorted(ranks)[:RANKS_NAMED_MAX])
     more = len(ranks) - RANKS_NAMED_MAX
     return f"rank{'s' if len(ranks) > 1 else ''} {named}" + (

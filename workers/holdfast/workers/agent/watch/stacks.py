@@ -19,9 +19,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.disk.durable import make_directory
-from holdfast.workers.agent.watch.flight_recorder import take_flight_record
+from holdfast.workers.agent.watch.flight_recorder import RecordReader, take_flight_record
 from holdfast.workers.agent.watch.kernel_view import look_below
-from holdfast.workers.agent.watch.stack_text import RankStack, read_faulthandler, read_py_spy
+from holdfast.workers.agent.watch.stack_text import (
+    NO_STACKS,
+    RankStack,
+    read_faulthandler,
+    read_py_spy,
+)
 
 PY_SPY_S: Final = 3.0
 # A stack that is read while the rank runs can be inconsistent, and is then read again. Ranks are
@@ -72,6 +77,7 @@ class StackTaker:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="stacks")
         self._asked: tuple[int, int] = (0, 0)
         self._taking: Future[StackSample] | None = None
+        self._records = RecordReader()
 
     @property
     def sample(self) -> StackSample | None:
@@ -85,21 +91,24 @@ class StackTaker:
         if self._asked == (dump, number):
             return
         self._asked = (dump, number)
-        self._taking = self._pool.submit(_take_all, targets, folder, dump, number)
+        self._taking = self._pool.submit(self._take_all, targets, folder, dump, number)
 
     def close(self) -> None:
         """Wait for a sample in progress, which is bounded in time."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._records.close()
 
-
-def _take_all(targets: list[StackTarget], folder: Path, dump: int, number: int) -> StackSample:
-    with contextlib.suppress(OSError):
-        make_directory(folder)
-    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="stack") as pool:
-        taken = [pool.submit(_take, target, folder, number) for target in targets]
-        return StackSample(
-            dump=dump, number=number, stacks=tuple(future.result() for future in taken)
-        )
+    def _take_all(
+        self, targets: list[StackTarget], folder: Path, dump: int, number: int
+    ) -> StackSample:
+        with contextlib.suppress(OSError):
+            make_directory(folder)
+        with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="stack") as pool:
+            taken = [pool.submit(_take, target, folder, number) for target in targets]
+            stacks = tuple(future.result() for future in taken)
+        if any(stack.has_record for stack in stacks):
+            self._records.start(folder)
+        return StackSample(dump=dump, number=number, stacks=stacks)
 
 
 def _take(target: StackTarget, folder: Path, number: int) -> RankStack:
@@ -116,10 +125,11 @@ def _take(target: StackTarget, folder: Path, number: int) -> RankStack:
     # A full file system loses the text. The summary still goes to node 0.
     with contextlib.suppress(OSError):
         path = folder / f"rank-{target.rank:05d}.{min(number, TEXTS_MAX)}.txt"
-        path.write_text(text or f"no stacks: {stack.problem}\n", errors="replace")
+        path.write_text(text or f"{NO_STACKS}{stack.problem}\n", errors="replace")
         path.chmod(0o600)
         if number == 1:
-            take_flight_record(target.pid, target.rank, folder)
+            record = take_flight_record(target.pid, target.rank, folder)
+            stack = replace(stack, has_record=record is not None)
     return stack
 
 
