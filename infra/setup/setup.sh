@@ -31,7 +31,7 @@ readonly CLUSTER_PACKAGES=(
     gcc:gcc strace:strace node:nodejs npm:npm chromium:chromium
     fusermount3:fuse3 pkg-config:pkg-config /usr/include/fuse3/fuse.h:libfuse3-dev
     debootstrap:debootstrap mkfs.xfs:xfsprogs buildah:buildah
-    glusterfsd:glusterfs-server redis-server:redis-server
+    glusterfsd:glusterfs-server redis-server:redis-server ip:iproute2
 )
 # Their checkers read files in infra. They are unpacked into .setup/checkers, because installing
 # them would start services.

@@ -88,7 +88,7 @@ def submit_to_prefect(
             )
         tag = f"{RUN_TAG}{uid}"
         for _ in range(CREATES_MAX):
-            newest = _newest_flow_run(client, tag)
+            newest = newest_flow_run(client, tag)
             if newest is not None and _will_supervise(client, newest):
                 return _started(client, newest, deployment.work_pool_name, is_new=False)
             flow_run = client.create_flow_run_from_deployment(
@@ -109,7 +109,8 @@ def submit_to_prefect(
         )
 
 
-def _newest_flow_run(client: SyncPrefectClient, tag: str) -> FlowRun | None:
+def newest_flow_run(client: SyncPrefectClient, tag: str) -> FlowRun | None:
+    """Return the flow run with this tag that was created last, or None."""
     found = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[tag])),
         sort=FlowRunSort.EXPECTED_START_TIME_DESC,

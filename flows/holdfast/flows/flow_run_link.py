@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote
@@ -38,7 +38,6 @@ from holdfast.flows.supervisor.cancellation import last_supervisor
 from holdfast.flows.supervisor.redactor import Log, Redactor
 from holdfast.flows.supervisor.submission import JOURNAL
 from holdfast.flows.supervisor.summary import HEADINGS, cells, describe_progress, recorded_progress
-from holdfast.lineage.queries.formats import mermaid
 from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
 from holdfast.workers.runs import operator
 
@@ -92,9 +91,14 @@ def artifacts(history: RunHistory) -> Iterator[tuple[str, Artifact]]:
     step, total, text = _progress(history)
     if total:
         yield "progress", Artifact("progress", 100.0 * min(step / total, 1.0), text)
-    rows = [dict(zip(HEADINGS, cells(one), strict=True)) for one in history.attempts]
+    rows = [dict(zip(HEADINGS, map(_cell, cells(one)), strict=True)) for one in history.attempts]
     yield "attempts", Artifact("table", json.dumps(rows), "The attempts of the run")
     yield "run", Artifact("markdown", _markdown(history, text), "Progress, links and lineage")
+
+
+def _cell(text: str) -> str:
+    """Return the text of a cell. Prefect shows it as Markdown, in which a dash begins a list."""
+    return "" if text in {"-", "-–-"} else text
 
 
 def _progress(history: RunHistory) -> tuple[int, int, str]:
@@ -128,29 +132,25 @@ def _markdown(history: RunHistory, progress: str) -> str:
     if history.attempts:
         logs = paths.attempt(history.attempts[-1].number).directory
         lines += [f"Logs of the newest attempt: `holdfast logs {paths.name}`, in `{logs}`", ""]
-    return "\n".join([*lines, "## Lineage", "", "```mermaid", mermaid(_graph(history)) + "```", ""])
+    lineage = [f"- {line}" for line in _lineage(history)] or ["No checkpoints yet."]
+    return "\n".join([*lines, "## Lineage", "", *lineage, ""])
 
 
-def _graph(history: RunHistory) -> Mapping[str, Any]:
-    """Return attempts and the newest checkpoints as a graph, as `lineage_graph` does from SQL."""
+def _lineage(history: RunHistory) -> Iterator[str]:
+    """Yield a line for each attempt that wrote or resumed from one of the newest checkpoints.
+
+    Prefect's pages draw no graphs. `holdfast lineage` and the web UI do.
+    """
     kept = history.tally.recent
     names = {one.checkpoint for one in kept}
-    nodes: list[dict[str, Any]] = []
-    edges: list[dict[str, Any]] = []
     for view in history.attempts:
-        own = [one for one in kept if one.attempt == view.number]
+        own = [one.checkpoint for one in kept if one.attempt == view.number]
         came_from = (view.resumed_from or "").rpartition(":")[2]
-        if not own and came_from not in names and view is not history.attempts[-1]:
+        if not own and came_from not in names:
             continue
-        attempt = f"attempt {view.number}"
-        facts = {"state": view.state.value, "cause": view.cause.value if view.cause else None}
-        nodes.append({"id": attempt, "kind": "attempt", "world_size": view.world_size, **facts})
-        if came_from in names:
-            edges.append({"from": attempt, "to": came_from, "kind": "resumed_from"})
-        for one in own:
-            nodes.append({"id": one.checkpoint, "kind": "checkpoint"})
-            edges.append({"from": one.checkpoint, "to": attempt, "kind": "written_by"})
-    return {"nodes": nodes, "edges": edges}
+        start = f", resumed from `{view.resumed_from}`" if view.resumed_from else ""
+        wrote = f": {', '.join(f'`{name}`' for name in own)}" if own else ""
+        yield f"attempt {view.number} ({view.world_size} ranks){start}{wrote}"
 
 
 LOOK_S: Final = 3.0
@@ -171,7 +171,7 @@ class FlowRunLink:
         self._shown: tuple[object, ...] = ()
         self._shown_for_s = 0.0
         self._artifacts: dict[str, UUID] = {}
-        self._is_paused_there = False
+        self._is_paused_there = self._is_tagged = False
         self._has_failed = False
         # Whether the flow run is suspended, so that Prefect starts another process to resume it.
         self.is_suspended = False
@@ -235,6 +235,7 @@ class FlowRunLink:
             state = found.state
             if state is None or state.is_final() or state.is_cancelling():
                 return
+            self._tag(client, found)
             # The link's own message tells this pause from a person's. Without it, the run would be
             # paused again after it continues, see decision 69.
             if state.type is StateType.PAUSED and state.message == RUN_IS_PAUSED:
@@ -250,6 +251,12 @@ class FlowRunLink:
                 self._is_paused_there = self.is_suspended = False
                 self._name(client, state, state_name(history))
             self._show_in(client, history)
+
+    def _tag(self, client: SyncPrefectClient, found: FlowRun) -> None:
+        """Give the flow run the run's name as a tag, which Prefect's lists show and find."""
+        if not self._is_tagged and self._paths.name not in found.tags:
+            client.update_flow_run(self._id, tags=[*found.tags, self._paths.name])
+        self._is_tagged = True
 
     def _stay_paused(self, client: SyncPrefectClient) -> None:
         """Leave the flow run suspended, as a link has made it, until the run continues."""

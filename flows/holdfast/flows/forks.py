@@ -17,7 +17,7 @@ from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.start import has_service
 from holdfast.flows.supervisor.secrets import require
-from holdfast.lineage.database.transactions import open_database
+from holdfast.lineage.database import sqlite_file
 from holdfast.workers.runs.feasibility import Feasibility
 from holdfast.workers.runs.preflight import check
 from holdfast.workers.runs.run_folders import ForkPoint, create_run, newest_generation
@@ -142,7 +142,10 @@ def check_everything(spec: RunSpec, root: Path) -> None:
     Raises the error of the first check that fails.
     """
     check(spec, root)
-    open_database().close()
+    if not sqlite_file.is_ready():
+        from holdfast.lineage.database.transactions import open_database
+
+        open_database().close()
     if has_service():
         from holdfast.flows.deployments import check_service
 

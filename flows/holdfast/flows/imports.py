@@ -18,6 +18,7 @@ from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.states import RunState
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.supervisor.flow_lock import FlowLock
+from holdfast.workers.checkpoints import hub
 from holdfast.workers.checkpoints.trainer_call import ask_trainer
 from holdfast.workers.runs.run_folders import create_run, newest_generation
 
@@ -37,7 +38,7 @@ class WeightsFormat(StrEnum):
 
 
 def import_run(
-    source: Path,
+    source: Path | str,
     name: str,
     *,
     root: Path,
@@ -49,18 +50,19 @@ def import_run(
 ) -> dict[str, Any]:
     """Create the run `name` under `root` from the weights in `source`; return the facts for JSON.
 
-    The run appears complete, or not at all. `python` is the interpreter of the job's environment,
-    by default this one. Raises `RunConflictError` for a name in use, `SpecError` for one that is
+    A source that begins with `hf://` is a repository of the Hugging Face Hub. The run appears
+    complete, or not at all. `python` is the interpreter of the job's environment, by default this
+    one. Raises `RunConflictError` for a name in use, `SpecError` for one that is
     not possible, `NotFoundError` for a source that does not exist, `CheckpointError` if it cannot
     be imported or written, and `PreflightError` if the environment cannot run.
     """
-    place = source.expanduser().absolute()
+    place, origin = _fetch(source)
     # The spec must be valid, because the record is read like any other. Its command is never
     # started.
     spec = load_spec(
         {
             "name": name,
-            "command": ["-m", MODULE, str(place)],
+            "command": ["-m", MODULE, origin],
             "launch": {"python": python},
             "resources": {"executor": "local"},
         }
@@ -84,12 +86,13 @@ def import_run(
         run = ["--run", str(paths.directory), "--uid", uid]
         words = [python or sys.executable]
         found.update(ask_trainer(words, "importing", *arguments, *run, timeout_s=IMPORT_S_MAX))
+        found["path"] = origin
         _record(paths, found, by)
 
     # The run's `spec.json` comes last, so the import appears complete or not at all, see
     # decision 78.
     paths = create_run(
-        spec, root, created_by=by, imported_from=str(place), fill=lambda *own: _alone(fill, *own)
+        spec, root, created_by=by, imported_from=origin, fill=lambda *own: _alone(fill, *own)
     )
     record = read_document(RunRecord, paths.spec)
     return {
@@ -99,6 +102,15 @@ def import_run(
         "directory": str(paths.directory),
         "checkpoint": checkpoint_id(paths.name, found["checkpoint"]),
     }
+
+
+def _fetch(source: Path | str) -> tuple[Path, str]:
+    """Return the folder or file with the weights, and where they come from as text."""
+    if isinstance(source, str) and source.startswith(hub.SCHEME):
+        folder, commit = hub.fetch(hub.parse_place(source))
+        return folder, str(commit)
+    place = Path(source).expanduser().absolute()
+    return place, str(place)
 
 
 def _check_rule(rule: str) -> None:

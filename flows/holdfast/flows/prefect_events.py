@@ -60,6 +60,8 @@ NAMES: Final[Mapping[EventKind, str]] = {
     EventKind.STRAGGLER: "attempt.straggler-found",
     EventKind.NODE_LOST: "attempt.node-lost",
     EventKind.NODE_SILENT: "attempt.node-silent",
+    EventKind.NODE_SLOW: "attempt.node-slow",
+    EventKind.LINK_SLOW: "attempt.link-slow",
     EventKind.NODE_UNHEALTHY: "attempt.node-unhealthy",
     EventKind.LIMIT_PASSED: "run.*",
     EventKind.NUMERICS: "attempt.bad-loss",

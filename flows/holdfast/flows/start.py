@@ -17,8 +17,9 @@ from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.flows.loaded_supervisor import MODULE, LoadedSupervisor
 from holdfast.flows.supervisor import secrets
-from holdfast.flows.supervisor.flow_lock import hand_over
+from holdfast.flows.supervisor.flow_lock import LOCK, hand_over, service_folder
 from holdfast.flows.supervisor.submission import JOURNAL
 from holdfast.workers.runs.operator import has_agent
 from holdfast.workers.runs.reconcile import reconcile
@@ -97,9 +98,29 @@ def require_resumer() -> None:
     check_resumer()
 
 
-def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
+def load_supervisor(paths: RunPaths | None) -> LoadedSupervisor | None:
+    """Start to load a supervisor for a run that a command is about to start.
+
+    Returns None without a run, if something else than a process of this command may supervise it,
+    or if no process can be started.
+    """
+    if paths is None or os.environ.get("PREFECT_API_URL") or _is_prefect_configured():
+        return None
+    if is_supervised(service_folder(paths.directory.parent) / LOCK):
+        return None
+    try:
+        return LoadedSupervisor(paths)
+    except OSError:
+        # The command continues, and reports it if it persists.
+        return None
+
+
+def start_flow(
+    paths: RunPaths, *, preflight: bool = True, loaded: LoadedSupervisor | None = None
+) -> Started:
     """Start a supervisor for the run at `paths`, with the spec that it was created with.
 
+    `loaded` is used if it is the run's and a process on this machine is to supervise it.
     A flow run that was suspended, because the run was paused, is resumed instead.
     Without `preflight`, Prefect's flow runs no checks before it submits. Other supervisors never
     run them.
@@ -109,7 +130,7 @@ def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
     if not has_service():
         if where := hand_over(paths):
             return Started(service=where, log=paths.flow_log)
-        return start_here(paths)
+        return start_here(paths, loaded)
     # A suspended flow run is still the run's own. A second one would only follow it, see
     # decision 69.
     if (again := resume_if_suspended(paths)) is not None:
@@ -124,7 +145,13 @@ def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
     )
 
 
-def start_after(paths: RunPaths, *, goes_on: bool, refresh: bool = False) -> Started:
+def start_after(
+    paths: RunPaths,
+    *,
+    goes_on: bool,
+    refresh: bool = False,
+    loaded: LoadedSupervisor | None = None,
+) -> Started:
     """Start what a request to a run needs.
 
     A run that continues needs a supervisor, and so does one whose job could not be taken back,
@@ -132,7 +159,7 @@ def start_after(paths: RunPaths, *, goes_on: bool, refresh: bool = False) -> Sta
     its suspended flow run is resumed, so that it ends too. Raises the errors of `start_if_alone`.
     """
     if goes_on:
-        return start_if_alone(paths, refresh=refresh)
+        return start_if_alone(paths, refresh=refresh, loaded=loaded)
     history = reconcile(paths, writer=JOURNAL)
     if history.state.is_live:
         is_alone = paths.is_mine() and not is_supervised(paths.flow_lock)
@@ -164,7 +191,13 @@ def resume_if_suspended(paths: RunPaths) -> Started | None:
     return Started(flow_run=again.id, url=again.url, warning=again.warning, is_new=again.is_new)
 
 
-def start_if_alone(paths: RunPaths, *, preflight: bool = True, refresh: bool = False) -> Started:
+def start_if_alone(
+    paths: RunPaths,
+    *,
+    preflight: bool = True,
+    refresh: bool = False,
+    loaded: LoadedSupervisor | None = None,
+) -> Started:
     """Start a supervisor for a run that is to continue, unless it has one.
 
     The values of secrets are recorded first. With `refresh`, the caller's environment replaces
@@ -177,7 +210,7 @@ def start_if_alone(paths: RunPaths, *, preflight: bool = True, refresh: bool = F
     if is_supervised(paths.flow_lock):
         return Started()
     require_own(paths)
-    return start_flow(paths, preflight=preflight)
+    return start_flow(paths, preflight=preflight, loaded=loaded)
 
 
 def flow_parameters(paths: RunPaths) -> dict[str, Any]:
@@ -198,16 +231,18 @@ def flow_parameters(paths: RunPaths) -> dict[str, Any]:
     return {"spec": written, **given}
 
 
-def start_here(paths: RunPaths) -> Started:
+def start_here(paths: RunPaths, loaded: LoadedSupervisor | None = None) -> Started:
     """Start a supervisor in its own session, so that it outlives this process and its terminal."""
     with open(paths.flow_log, "ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.flows.detached", str(paths.directory)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        process = loaded.begin(paths.directory) if loaded is not None else None
+        if process is None:
+            process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(paths.directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
     return Started(process=process, log=paths.flow_log)
 
 

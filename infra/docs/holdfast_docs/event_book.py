@@ -58,6 +58,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "attempt": Field(INTEGER, "number of the attempt"),
     "blocked_s": Field(NUMBER, "seconds for which training was blocked"),
     "by": Field(STRING, "user, or rule, that acted"),
+    "blamed": Field(NUMBERS, "ranks that the others wait for, by the flight records"),
     "bytes": Field(INTEGER, "size in bytes"),
     "cause": Field(STRING, "cause, as in troubleshooting by cause"),
     "changed_variables": Field(
@@ -68,6 +69,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "cloud": Field(STRING, "`aws`, `gcp` or `azure`"),
     "command_digest": Field(STRING, "digest of the program's arguments and working directory"),
     "committed_step": Field(INTEGER, "step of the newest committed checkpoint"),
+    "consumer": Field(STRING, "name in `on` of the spec"),
     "cost": Field(NUMBER, "price of all GPU hours, in `currency`"),
     "count": Field(INTEGER, "number of nodes; `nodes` may list fewer"),
     "counts_steps": Field(BOOLEAN, "false if only its saves show the program's steps"),
@@ -77,7 +79,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "delay_s": Field(NUMBER, "seconds to wait before the next attempt"),
     "detail": Field(STRING, "details from the source"),
     "digest": Field(STRING, "SHA-256 of all names, types, shapes and bytes of the tensors"),
-    "drained": Field(STRINGS, "drained nodes that the attempt has left"),
+    "drained": Field(STRINGS, "drained or slow nodes that the attempt has left"),
     "dumps": Field(STRINGS, "files with the stacks of ranks"),
     "ended_at": Field(NUMBER, "Unix seconds"),
     "ending": Field(STRING, "how the launch ended, such as `left`, `crashed` or `stopped`"),
@@ -87,6 +89,9 @@ FIELDS: Final[Mapping[str, Field]] = {
     "exclude": Field(STRINGS, "hosts that the next attempt does not use"),
     "excluded": Field(STRINGS, "checkpoints that a resume no longer uses"),
     "exit_code": Field(INTEGER, "exit status of torchrun"),
+    "rank_exit_code": Field(
+        INTEGER, "exit status of the rank that failed first; negative for the signal that killed it"
+    ),
     "failed_host": Field(STRING, "host of the rank that failed first"),
     "failed_rank": Field(INTEGER, "rank that failed first"),
     "finding": Field(STRING, "which ranks wait, and which are missing"),
@@ -184,6 +189,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "to": Field(STRING, "checkpoint that training goes back to"),
     "token": Field(STRING, "name of the token"),
     "total_s": Field(NUMBER, "seconds since the run was created"),
+    "tries": Field(INTEGER, "how often it was started"),
     "traceback": Field(STRING, "traceback of the rank that failed first"),
     "tracker": Field(STRING, "`wandb`, `mlflow` or `tensorboard`, or a tracker of your own"),
     "tracker_id": Field(STRING, "the tracker's own id of its run"),
@@ -206,7 +212,7 @@ FIELDS: Final[Mapping[str, Field]] = {
 }
 _COPY: Final = ("attempt", "checkpoint", "step", "url", "bytes", "seconds")
 _LAUNCH: Final = ("attempt", "launch")
-_HANG: Final = (*_LAUNCH, "silent", "finding", "dumps")
+_HANG: Final = (*_LAUNCH, "silent", "finding", "dumps", "blamed")
 _OUTCOME: Final = (
     *("hosts", "command_digest", "resumed_from", "first_step", "last_step", "committed_step"),
     *("started_at", "stop_requested_at", "stop_committed_at", "ended_at", "traceback"),
@@ -302,9 +308,14 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         ("checkpoint", "by", "format", "path", "bytes", "tensors", "digest", "left_out"),
     ),
     Kind.ROLLED_BACK: EventEntry(
-        "after a bad loss, training goes back to an older checkpoint",
-        "rank 0",
-        (*_LAUNCH, "to", "excluded", "skip", "step", "reason"),
+        "after a bad loss, or because a checkpoint is blamed for crashes, training goes back to an "
+        "older checkpoint",
+        "rank 0, or for a blamed checkpoint the agent",
+        (*_LAUNCH, "to", "excluded", "skip", "step", "crash", "launches", "reason"),
+        {
+            "crash": Field(STRING, "in which way the launches crashed"),
+            "launches": Field(PAIRS, "attempt and launch of each crash"),
+        },
     ),
     Kind.NUMERICS: EventEntry(
         "a loss was bad, and the policy chose this action",
@@ -322,12 +333,18 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
     Kind.LAUNCH_STARTED: EventEntry(
         "a launch started, after a loss or drain of nodes with `way`, `nodes`, `lost` and `joined`",
         "agent",
-        (*_LAUNCH, "world_size", "way", "nodes", "lost", "joined", "drained", "reason"),
+        (*_LAUNCH, "world_size", "way", "nodes", "lost", "joined", "drained", "slow", "reason"),
+        {"slow": Field(STRINGS, "those of `drained` that were left because they are slow")},
     ),
     Kind.LAUNCH_ENDED: EventEntry(
-        "a launch ended",
+        "a launch ended; after a crash, with the rank that failed first, and its host and exit "
+        "code, which is negative for a signal",
         "agent",
-        (*_LAUNCH, "ending", "exit_code", "last_step", "trained_until", "hangs_from"),
+        (
+            *(*_LAUNCH, "ending", "exit_code", "last_step", "trained_until", "hangs_from"),
+            *("rank", "host", "rank_exit_code", "cause", "crash"),
+        ),
+        {"crash": Field(STRING, "the error without its numbers, and the program's line")},
     ),
     Kind.SIGNAL: EventEntry(
         "a signal, a stop file or the time limit asked the attempt to stop",
@@ -346,6 +363,9 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
     ),
     Kind.STOP_FAILED: EventEntry(
         "the nodes found no step to stop after", "agent", (*_LAUNCH, "reason", "newest_step")
+    ),
+    Kind.LOADING: EventEntry(
+        "the ranks begin to load a checkpoint", "rank 0", (*_LAUNCH, "checkpoint", "step")
     ),
     Kind.RESUMED: EventEntry(
         "the program resumed, or began at step 0",
@@ -417,19 +437,62 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
             "silent": Field(BOOLEAN, "true when the heartbeats stopped"),
         },
     ),
+    Kind.NODE_SLOW: EventEntry(
+        "a node has slowed the others down for minutes, or no longer does",
+        "agent",
+        (*_LAUNCH, "host", "ranks", "slow", "excess", "cost_share", "asks", "text"),
+        {
+            "ranks": Field(NUMBERS, "its slow ranks"),
+            "slow": Field(BOOLEAN, "false once the node is as fast as usual"),
+            "excess": Field(NUMBER, "by which share the ranks work longer per step, such as 0.2"),
+            "cost_share": Field(NUMBER, "share of a step in which the others wait for them"),
+            "asks": Field(BOOLEAN, "true if `health.slowdown` is `ask`"),
+        },
+    ),
+    Kind.LINK_SLOW: EventEntry(
+        "all ranks have waited longer for minutes, although no node works longer, or no longer do",
+        "agent",
+        (*_LAUNCH, "hosts", "slow", "excess", "asks", "text"),
+        {
+            "hosts": Field(STRINGS, "the node or the pair that the paired test named, if any"),
+            "slow": Field(BOOLEAN, "false once steps take as long as usual"),
+            "excess": Field(NUMBER, "by which share a step is longer than usual, such as 0.2"),
+            "asks": Field(BOOLEAN, "true if `health.slowdown` is `ask`"),
+        },
+    ),
+    Kind.SLOWDOWN_TESTED: EventEntry(
+        "all ranks measured their nodes and the links between them, at a step boundary",
+        "rank 0",
+        (*_LAUNCH, "step", "took_s", "host_times", "device_times", "pair_rates"),
+        {
+            "took_s": Field(NUMBER, "how long training waited"),
+            "host_times": Field(NUMBERS, "seconds of a fixed piece of work in Python, by node"),
+            "device_times": Field(NUMBERS, "seconds of a fixed matrix product, by node"),
+            "pair_rates": Field(
+                NUMBERS, "MB/s between each node and the next one, 0 if it was not measured"
+            ),
+        },
+    ),
     Kind.NODE_UNHEALTHY: EventEntry(
         "a health check failed on a node", "agent", ("attempt", "host", "check", "detail")
     ),
     Kind.TRACKED: EventEntry(
         "a session opened its run of an experiment tracker",
         "rank 0",
-        (*_LAUNCH, "tracker", "tracker_id"),
+        (*_LAUNCH, "tracker", "tracker_id", "url"),
+        {"url": Field(STRING, "web page of the tracker's run, if it has one")},
     ),
     Kind.LIMIT_PASSED: EventEntry(
         "a limit of `alerts` was passed, or the run is within it again",
         "supervisor",
         ("attempt", "limit", "passed", "value", "text"),
         {"limit": Field(STRING, "key of `alerts`, such as `ettr_min`")},
+    ),
+    Kind.ALERT_ACKNOWLEDGED: EventEntry(
+        "a user acknowledged something that needs attention",
+        "server",
+        ("alert", "by", "note"),
+        {"alert": Field(STRING, "id of the problem in `GET /api/v1/attention`")},
     ),
     Kind.METRIC_MISSING: EventEntry(
         "the program has not logged a metric that the spec names, or it does now",
@@ -439,6 +502,36 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
             "key": Field(STRING, "key of the spec that names the metric"),
             "metric": Field(STRING, "name of the metric"),
             "missing": Field(BOOLEAN, "false once the program logs it"),
+        },
+    ),
+    Kind.METRIC: EventEntry(
+        "a metric of a committed checkpoint was reported",
+        "command, server or supervisor",
+        ("checkpoint", "step", "metric", "value", "by", "consumer"),
+        {
+            "metric": Field(STRING, "name of the metric"),
+            "value": Field(NUMBER, "the number, as text if it is not finite"),
+        },
+    ),
+    Kind.ANNOTATED: EventEntry(
+        "a user changed the tags or the note of a run, or of its `checkpoint`",
+        "command or server",
+        ("checkpoint", "tags_added", "tags_removed", "note", "by", "via"),
+        {
+            "tags_added": Field(STRINGS, "tags that it has from now on"),
+            "tags_removed": Field(STRINGS, "tags that it no longer has"),
+            "note": Field(STRING, "the new note; empty if the note was removed"),
+            "via": Field(STRING, "`cli` or `api`: the part of Holdfast that took the change"),
+        },
+    ),
+    Kind.CONSUMER: EventEntry(
+        "a consumer of a checkpoint is due, was started or has ended. The newest line about a "
+        "consumer and a checkpoint counts",
+        "supervisor",
+        ("consumer", "checkpoint", "step", "state", "start", "tries", "reason"),
+        {
+            "state": Field(STRING, "`due`, `started`, `failed`, `done` or `given_up`"),
+            "start": Field(INTEGER, "number of its newest start, and of its folder; 0 before"),
         },
     ),
     Kind.AUDIT: EventEntry(

@@ -12,7 +12,9 @@ from holdfast_docs.markdown import code, paragraphs, section
 
 # The names of docs/python-api.md, in its order.
 _DIRECTIVE: Final = re.compile(
-    r"^\.\. auto(?:class|function):: (\S+)\n(?:   :members:(?P<members>.*)\n)?", re.MULTILINE
+    r"^\.\. auto(?:class|function):: ([\w.]+)(?P<hidden>\(\))?\n"
+    r"(?:   :members:(?P<members>.*)\n)?",
+    re.MULTILINE,
 )
 # Annotations are strings: the modules do not evaluate them.
 _QUOTED: Final = re.compile(r"(: |-> )'([^']*)'")
@@ -33,7 +35,8 @@ def _section(found: re.Match[str]) -> str:
     place, _, name = found[1].rpartition(".")
     one: Any = getattr(__import__(place, fromlist=[name]), name)
     listed = found["members"]
-    parts = [_signature(name, one), _text(one)]
+    # Programs get objects of some classes from a method, so their own parameters are not shown.
+    parts = [_text(one)] if found["hidden"] else [_signature(name, one), _text(one)]
     if listed is not None:
         wanted = {word.strip() for word in listed.split(",") if word.strip()}
         for member, value in _members(one):

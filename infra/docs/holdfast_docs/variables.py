@@ -17,6 +17,7 @@ class Setter(StrEnum):
 
     PERSON = "Set by you"
     AGENT = "Set by the agent for the program"
+    CONSUMER = "Set for a consumer of a checkpoint"
     BUILD = "Set by you for builds and tests"
 
 
@@ -54,8 +55,15 @@ VARIABLES: Final = (
     Variable(
         environment.PAGE_URL,
         Setter.PERSON,
-        "address of `holdfast serve`, for links to the page in Prefect's artifacts",
-        "no links",
+        "address of `holdfast serve`, for links to the page in Prefect's artifacts, and for "
+        "`holdfast mcp`",
+        "no links; `http://127.0.0.1:8470`",
+    ),
+    Variable(
+        environment.TOKEN,
+        Setter.PERSON,
+        "the token with which `holdfast mcp` calls the API. `--token-file` has precedence",
+        "none",
     ),
     Variable(
         environment.S3_ENDPOINT,
@@ -135,6 +143,11 @@ VARIABLES: Final = (
         "the program's own value",
     ),
     Variable(
+        environment.CHECKPOINT_DOUBLING_STEPS,
+        Setter.AGENT,
+        "`checkpoint.doubling_steps` of the spec. Without an agent, you can set it",
+    ),
+    Variable(
         environment.STAGING_DIRECTORY,
         Setter.AGENT,
         "`checkpoint.staging_directory` of the spec. Without an agent, you can set it",
@@ -169,6 +182,20 @@ VARIABLES: Final = (
         environment.STANDBY_PIPE,
         Setter.AGENT,
         "path of the standby pipe, on which a warm standby waits for its start",
+    ),
+    Variable(environment.RUN, Setter.CONSUMER, "name of the run"),
+    Variable(environment.CONSUMER, Setter.CONSUMER, "name of the consumer in `on` of the spec"),
+    Variable(environment.CHECKPOINT, Setter.CONSUMER, "id of the checkpoint"),
+    Variable(
+        environment.CHECKPOINT_PATH,
+        Setter.CONSUMER,
+        "path of the checkpoint's directory, or of the export that the consumer asks for",
+    ),
+    Variable(environment.CHECKPOINT_STEP, Setter.CONSUMER, "step of the checkpoint"),
+    Variable(
+        environment.METRICS_FILE,
+        Setter.CONSUMER,
+        "file to which the consumer may write its metrics, as JSON: numbers by name",
     ),
     Variable(
         "HOLDFAST_PYTHON",

@@ -1,9 +1,10 @@
-"""`holdfast pin|unpin|prune|verify|export`: commands for checkpoints. `delete` deletes runs."""
+"""`holdfast pin|unpin|metric|prune|verify|export`: commands for checkpoints, and `delete`."""
 
 from __future__ import annotations
 
 import sys
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,10 +22,12 @@ from holdfast.cli.shared.output import (
     warn,
 )
 from holdfast.contracts.disk.damage import find_damage, word_for
+from holdfast.contracts.disk.journal import JournalWriter
 from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.disk.paths import checkpoint_id, has_spec, plain_checkpoint
-from holdfast.contracts.errors import ForeignFileError, NotFoundError
+from holdfast.contracts.errors import ForeignFileError, NotFoundError, SpecError
 from holdfast.contracts.plain_text import counted
+from holdfast.contracts.records.reported import report, require_metrics
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.workers.checkpoints import exports
 from holdfast.workers.checkpoints.exports import Dtype, ExportFormat
@@ -67,6 +70,40 @@ def unpin(checkpoint: CheckpointArgument, root: RootOption = None, as_json: AsJs
     operator.unpin(paths, name, by=user_name())
     facts = {"checkpoint": checkpoint_id(paths.name, name), "pinned": False}
     answer(facts, as_json, lambda data: say(f"unpinned {data['checkpoint']}"))
+
+
+def metric(
+    checkpoint: CheckpointArgument,
+    metrics: Annotated[
+        list[str], typer.Argument(metavar="NAME=VALUE...", help="A metric and its number.")
+    ],
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Record metrics of a committed checkpoint, such as the results of an evaluation.
+
+    They count like those that the program logs: for the keep rules, `run:best`, `checkpoints
+    --best` and the web UI. A new value replaces the former one.
+    """
+    values = require_metrics(dict(map(_metric_in, metrics)))
+    paths, name = locate_checkpoint(checkpoint, root)
+    with JournalWriter(paths.journal_of("cli")) as journal:
+        report(paths, name, values, by=user_name(), journal=journal)
+    shown = {key: value if isfinite(value) else str(value) for key, value in values.items()}
+    facts = {"checkpoint": checkpoint_id(paths.name, name), "metrics": shown}
+    answer(facts, as_json, lambda data: say(f"recorded for {data['checkpoint']}"))
+
+
+def _metric_in(word: str) -> tuple[str, float]:
+    """Return the name and the number of an argument such as `accuracy=0.91`."""
+    name, equals, text = word.partition("=")
+    try:
+        value = float(text)
+    except ValueError:
+        equals, value = "", 0.0
+    if not equals:
+        raise SpecError(f"{word!r}: expected NAME=NUMBER, such as accuracy=0.91")
+    return name, value
 
 
 def _check_options(context: typer.Context, dry_run: bool) -> None:
@@ -176,8 +213,24 @@ def export(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The file or folder to write. It must not exist.")
-    ],
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The file or folder to write. It must not exist. Optional with --push.",
+        ),
+    ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push",
+            metavar="OWNER/NAME",
+            help="With --to hf: push the export to this repository of the Hugging Face Hub.",
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="With --push: a new repository is private.")
+    ] = False,
     include: Annotated[
         list[str] | None,
         typer.Option("--include", help="A key or a prefix of keys, such as model. Repeatable."),
@@ -201,15 +254,22 @@ def export(
     Every byte is compared with the manifest. By default, safetensors and hf contain the weights
     only, and torch and dcp also contain the optimizer. Use --include to choose the keys.
     """
-    facts = exports.export(
-        directory_of(checkpoint, root),
-        to,
-        output.expanduser(),
-        writer="cli",
-        include=include or (),
-        rename=rename or (),
-        dtype=dtype,
-    )
+    if push is None and private:
+        raise typer.BadParameter("--private: acts only with --push; leave it out")
+    if push is not None and to is not ExportFormat.HF:
+        raise typer.BadParameter(f"--push and --to {to.value}: the Hub gets --to hf")
+    if push is None and output is None:
+        raise typer.BadParameter("--output: expected the file or folder to write, or --push")
+    directory = directory_of(checkpoint, root)
+    given: dict[str, Any] = {"include": include or (), "rename": rename or (), "dtype": dtype}
+    place = output.expanduser() if output else None
+    if push is not None:
+        facts = exports.export_to_hub(
+            directory, push, place, private=private, writer="cli", **given
+        )
+    else:
+        assert place is not None
+        facts = exports.export(directory, to, place, writer="cli", **given)
     answer(facts, as_json, _render_export)
 
 

@@ -51,12 +51,12 @@ def downgrade(
 @db.command()
 def current(as_json: AsJson = False) -> None:
     """Show the schema's revision, and whether this version can use it."""
-    from holdfast.lineage.database import schema
+    from holdfast.lineage.database import schema, sqlite_file
 
     found, problem = schema.current_revision(), schema.schema_problem()
     facts = {
         "revision": found,
-        "head": schema.head_revision(),
+        "head": sqlite_file.head_revision(),
         "ok": problem is None,
         "problem": problem,
     }

@@ -40,8 +40,7 @@ def deploy(
     as_json: AsJson = False,
 ) -> None:
     """Create or update Prefect's deployments and their work pool."""
-    from holdfast.flows.automations import create_automations
-    from holdfast.flows.deploying import POOL_TYPES
+    from holdfast.flows.deploying import POOL_TYPES, create_automations
     from holdfast.flows.deploying import deploy as create
     from holdfast.flows.deployments import api_url
 

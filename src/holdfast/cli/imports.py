@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +15,11 @@ from holdfast.flows.imports import WeightsFormat
 
 def import_(
     source: Annotated[
-        Path, typer.Argument(help="The folder or file with the weights.", metavar="SOURCE")
+        str,
+        typer.Argument(
+            help="The folder or file with the weights, or hf://OWNER/NAME@REVISION.",
+            metavar="SOURCE",
+        ),
     ],
     name: Annotated[str, typer.Option("--name", help="The name of the run to create.")],
     form: Annotated[

@@ -65,6 +65,14 @@ COMMANDS: Final = {
         "logs",
         "Print a rank's output: standard output and standard error of each launch, in order.",
     ),
+    "bundle": (
+        "bundle",
+        "Write an archive about a run, without secrets, that you can attach to a report.",
+    ),
+    "trace": (
+        "trace",
+        "Send a run as one OpenTelemetry trace: its attempts, launches, loads and saves.",
+    ),
     "relaunch": (
         "operate",
         "Continue a run in a new attempt. A live run saves a checkpoint first.",
@@ -76,10 +84,18 @@ COMMANDS: Final = {
         "Continue a paused run. `relaunch --gpus` continues it on another number of GPUs.",
     ),
     "cancel": ("operate", "Cancel a run after a last checkpoint. Its checkpoints are kept."),
+    "annotate": (
+        "operate",
+        "Change the tags and the note of runs or checkpoints. The runs may have ended.",
+    ),
     "pin": ("checkpoints", "Keep a checkpoint regardless of the keep rules."),
     "unpin": (
         "checkpoints",
         "Remove a checkpoint's pin, so that the keep rules apply to it again.",
+    ),
+    "metric": (
+        "checkpoints",
+        "Record metrics of a committed checkpoint, such as the results of an evaluation.",
     ),
     "prune": (
         "checkpoints",
@@ -95,6 +111,10 @@ COMMANDS: Final = {
         "Write a checkpoint as torch, safetensors, Hugging Face or plain DCP files.",
     ),
     "import": ("imports", "Make weights of another program the first checkpoint of a new run."),
+    "mcp": (
+        "mcp",
+        "Serve tools for agents over the Model Context Protocol, on standard input and output.",
+    ),
     "serve": ("serve", "Serve the web UI and the API until interrupted."),
     "reindex": ("database", "Rebuild the index of all runs under ROOT from disk."),
     "deploy": ("deploy", "Create or update Prefect's deployments and their work pool."),

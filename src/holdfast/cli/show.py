@@ -253,6 +253,8 @@ def _render_run(run: Mapping[str, Any]) -> None:
             "run": run["run"],
             "state": run["state"],
             "reason": run["reason"],
+            "tags": ", ".join(run["tags"]) or None,
+            "note": run["note"] and f"{run['note']} ({run['note_by'] or 'unknown'})",
             "newest attempt": newest_reason(run),
             "committed step": run["committed_step"],
             "trained step": run["trained_step"],
@@ -280,6 +282,7 @@ def _render_run(run: Mapping[str, Any]) -> None:
     headings = ("attempt", "state", "cause", "GPUs", "steps", "resumed from", "job", "started")
     print_table(headings, [_attempt_cells(attempt) for attempt in run["attempts"]])
     _print_orders(run["orders"])
+    _print_consumers(run)
     for one in run["noticed"]:
         dumps = f" ({', '.join(one['dumps'])})" if one["dumps"] else ""
         say(f"attempt {one['attempt']}, {time_text(one['at'])}: {one['text']}{dumps}")
@@ -311,6 +314,22 @@ def _print_orders(orders: Sequence[Mapping[str, Any]]) -> None:
         rows.append((one["number"], text, *facts))
     if rows:
         print_table(("order", "what", "by", "given", "state", "detail"), rows)
+
+
+def _print_consumers(run: Mapping[str, Any]) -> None:
+    """Print the consumers of checkpoints, each with its log in the run's folder."""
+    folder = Path(run["path"])
+    rows = [
+        (
+            *(one["name"], one["event"], one["checkpoint"].rpartition(":")[2]),
+            *(one["state"].replace("_", " "), one["tries"], one["reason"]),
+            one["log"] and Path(one["log"]).relative_to(folder),
+        )
+        for one in run["consumers"]
+    ]
+    if rows:
+        headings = ("consumer", "event", "checkpoint", "state", "tries", "reason", "log")
+        print_table(headings, rows)
 
 
 def newest_reason(run: Mapping[str, Any]) -> str | None:

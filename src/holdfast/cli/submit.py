@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,11 +20,14 @@ from holdfast.contracts.disk.paths import RunPaths, checkpoint_id
 from holdfast.contracts.errors import NotFoundError, SchedulerError, SpecError
 from holdfast.contracts.records.attempt import Request, RunRecord
 from holdfast.contracts.records.checkpoint_choice import newest_of_branch
-from holdfast.contracts.records.history import load_history
+from holdfast.contracts.records.history import load_history, load_identity
 from holdfast.contracts.records.saving import saves_by_holdfast, trained_in, why_nothing_is_saved
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.written import settings_of
 from holdfast.contracts.states import RunState
+
+if TYPE_CHECKING:
+    from holdfast.flows.loaded_supervisor import LoadedSupervisor
 
 Wait = Annotated[bool, typer.Option("--wait", help="Show progress until the run has ended.")]
 
@@ -65,8 +68,9 @@ def submit(
 ) -> None:
     """Submit a run, or attach to the live one that has the same name and spec."""
     from holdfast.flows.parameters import load_spec
+    from holdfast.flows.start import load_supervisor
     from holdfast.flows.supervisor import secrets
-    from holdfast.workers.runs.code_snapshot import snapshot_warnings
+    from holdfast.workers.runs.run_folders import next_folder
 
     _check_options(context, dry_run, skip_preflight, no_preflight)
     accepted = ["supervision.allow_early_exit=true"] if allow_early_exit else []
@@ -78,22 +82,38 @@ def submit(
         _warn_before(run_spec)
         answer(_dry_run(run_spec, home), True, echo)
         return
-    if not skip_preflight and not no_preflight:
-        from holdfast.flows.forks import check_everything
+    loaded = load_supervisor(next_folder(home, run_spec.name))
+    with loaded or contextlib.nullcontext():
+        if not skip_preflight and not no_preflight:
+            from holdfast.flows.forks import check_everything
 
-        check_everything(run_spec, home)
+            check_everything(run_spec, home)
+        paths, created, warnings = _create(run_spec, home, spec)
+        how = {"created": created, "wait": wait, "as_json": as_json, "preflight": not no_preflight}
+        start_and_follow(paths, warnings, loaded=loaded, **how)
+
+
+def _create(spec: RunSpec, home: Path, file: Path) -> tuple[RunPaths, bool, list[str]]:
+    """Return the run that `spec` describes, whether it was created, and warnings."""
+    from holdfast.flows.supervisor import secrets
     from holdfast.workers.decisions.grace import warnings_of
+    from holdfast.workers.runs.code_snapshot import snapshot_warnings
     from holdfast.workers.runs.run_folders import attach_or_create, own_generation
     from holdfast.workers.schedulers.slurm_defaults import warnings_of_defaults
 
-    earlier = own_generation(home, run_spec.name)
-    warnings = [*secrets.require(run_spec, earlier), *warnings_of(run_spec, earlier)]
-    warnings += warnings_of_defaults(run_spec)
-    paths, created = attach_or_create(run_spec, home, created_by=user_name())
+    earlier = own_generation(home, spec.name)
+    warnings = [*secrets.require(spec, earlier), *warnings_of(spec, earlier)]
+    warnings += warnings_of_defaults(spec)
+    paths, created = attach_or_create(spec, home, created_by=user_name())
     if created:
-        warnings += [*left_behind(earlier, paths.name, spec), *snapshot_warnings(run_spec)]
-    how = {"created": created, "wait": wait, "as_json": as_json, "preflight": not no_preflight}
-    start_and_follow(paths, warnings, **how)
+        warnings += [*left_behind(earlier, paths.name, file), *snapshot_warnings(spec)]
+    elif new := sorted(set(spec.tags) - set(load_identity(paths)[1].tags)):
+        words = " ".join(f"--tag {tag}" for tag in new)
+        warnings.append(
+            f"run {paths.name} keeps its tags, because the spec has those of a new run; `holdfast "
+            f"annotate {paths.name} {words}` adds the new ones"
+        )
+    return paths, created, warnings
 
 
 def fork(
@@ -245,14 +265,20 @@ def start_and_follow(
     wait: bool,
     as_json: bool,
     preflight: bool = True,
+    loaded: LoadedSupervisor | None = None,
 ) -> None:
-    """Start a supervisor for a live run that has none, print the facts, and wait if asked to."""
+    """Start a supervisor for a live run that has none, print the facts, and wait if asked to.
+
+    `loaded` supervises the run, or ends before the wait.
+    """
     from holdfast.flows.start import Started, start_if_alone
 
     history = look_at(paths)
     started = Started()
     if history.state.is_live:
-        started = start_if_alone(paths, preflight=preflight, refresh=True)
+        started = start_if_alone(paths, preflight=preflight, refresh=True, loaded=loaded)
+    if loaded is not None:
+        loaded.close()
     for warning in (*warnings, *([started.warning] if started.warning else [])):
         warn(f"holdfast: {warning}")
     facts: dict[str, Any] = {

@@ -44,6 +44,7 @@ from holdfast.cli.supervise import supervisor_warning
 from holdfast.contracts.disk.mirrors import read_record
 from holdfast.contracts.disk.paths import RunPaths, has_spec, list_runs
 from holdfast.contracts.errors import NotFoundError, SpecError
+from holdfast.contracts.spec.tags import problem_with_tags
 from holdfast.contracts.states import RunState
 
 if TYPE_CHECKING:
@@ -94,11 +95,12 @@ class RunSort(StrEnum):
 
 @dataclass(frozen=True)
 class RunChoice:
-    """The wanted runs by state, user, patterns of names and time; `since` is Unix seconds."""
+    """The wanted runs by state, user, patterns of names, all of `tags`, and Unix time `since`."""
 
     states: tuple[RunState, ...] = ()
     user: str | None = None
     names: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
     since: float | None = None
     sort: RunSort = RunSort.CREATED
 
@@ -124,6 +126,7 @@ class RunChoice:
             (not self.states or RunState(row["state"]) in self.states)
             and self.user in {None, row["created_by"]}
             and (not self.names or any(fnmatchcase(n, p) for n in own for p in self.names))
+            and set(self.tags) <= set(row["tags"] or ())
             and (self.since is None or (seconds_of(row["created_at"]) or 0.0) >= self.since)
         )
 
@@ -208,6 +211,10 @@ def runs(
             help="List runs with this name only, as in gpt-*. Repeatable.",
         ),
     ] = None,
+    tags: Annotated[
+        list[str] | None,
+        typer.Option("--tag", help="List runs with this tag only. Repeatable: with all of them."),
+    ] = None,
     since: SinceOption = None,
     sort: Annotated[
         RunSort, typer.Option("--sort", help="The order. Steps and times come newest first.")
@@ -224,8 +231,11 @@ def runs(
     """
     if watch and as_json:
         raise typer.BadParameter("--watch prints text: leave --json out")
+    if problem := problem_with_tags(tags or ()):
+        raise SpecError(f"--tag: {problem}")
     home = existing_root(root)
-    chosen = RunChoice(tuple(states or ()), user, tuple(names or ()), since, sort)
+    wanted = tuple(states or ()), user, tuple(names or ()), tuple(tags or ())
+    chosen = RunChoice(*wanted, since, sort)
     list_them = partial(_listed, home, chosen, limit, is_alone=root is not None)
     show = partial(_render_runs, home=home)
     shown = list_them()
@@ -419,17 +429,25 @@ def _render_runs(found: Sequence[Mapping[str, Any]], home: Path) -> None:
         say(f"no runs that match under {home}{is_new}; `holdfast submit SPEC` starts one")
         return
     columns = ("run", "state", "step", "attempts", "world_size", "cause")
+    has_tags = any(row["tags"] for row in found)
     rows = [
-        (*(row[name] for name in columns), time_text(row["created_at"]), row["root"])
+        (
+            *(row[name] for name in columns),
+            *([", ".join(row["tags"] or ())] if has_tags else []),
+            time_text(row["created_at"]),
+            row["root"],
+        )
         for row in found
     ]
-    print_table(("run", "state", "step", "attempts", "ranks", "cause", "created", "root"), rows)
+    headings = ("run", "state", "step", "attempts", "ranks", "cause")
+    print_table((*headings, *(["tags"] if has_tags else []), "created", "root"), rows)
     for warning in (one for row in found for one in row["warnings"]):
         say(f"warning: {warning}")
 
 
 def _render_checkpoints(found: list[Mapping[str, Any]], metric: str | None = None) -> None:
     columns = ("id", "step", "state", "reason", "world_size")
+    has_tags = any(row["tags"] for row in found)
     rows = [
         (
             *([f"{row['metrics'][metric]:.6g}"] if metric else []),
@@ -439,11 +457,13 @@ def _render_checkpoints(found: list[Mapping[str, Any]], metric: str | None = Non
             seconds_text(row["flush_s"]),
             time_text(row["committed_at"]),
             "yes" if row["mirror"] else "",
+            *([", ".join(row["tags"])] if has_tags else []),
         )
         for row in found
     ]
     headings = ("checkpoint", "step", "state", "kept because", "ranks", "size", "blocked", "flush")
-    print_table((*([metric] if metric else []), *headings, "committed", "mirrored"), rows)
+    more = ("committed", "mirrored", *(["tags"] if has_tags else []))
+    print_table((*([metric] if metric else []), *headings, *more), rows)
 
 
 def render_lineage(graph: Mapping[str, Any]) -> None:

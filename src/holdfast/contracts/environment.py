@@ -26,10 +26,14 @@ SOURCES: Final = "HOLDFAST_SOURCES"
 # the interval, the snapshots, the overlap and the staging only if somebody wrote them: the program
 # may give its own.
 CHECKPOINT_INTERVAL: Final = "HOLDFAST_CHECKPOINT_INTERVAL"
+# `checkpoint.doubling_steps` of the spec.
+CHECKPOINT_DOUBLING_STEPS: Final = "HOLDFAST_CHECKPOINT_DOUBLING_STEPS"
 CHECKPOINT_MIRROR: Final = "HOLDFAST_CHECKPOINT_MIRROR"
 CHECKPOINT_LOCAL: Final = "HOLDFAST_CHECKPOINT_LOCAL"
 # Address of `holdfast serve`, for links in Prefect's artifacts.
 PAGE_URL: Final = "HOLDFAST_PAGE_URL"
+# The token with which `holdfast mcp` calls that server.
+TOKEN: Final = "HOLDFAST_TOKEN"
 # Address of an S3 store other than Amazon's. `AWS_ENDPOINT_URL` has the same effect.
 S3_ENDPOINT: Final = "HOLDFAST_S3_ENDPOINT"
 # Address of interruption notices, for nodes that do not reach the cloud's own address.
@@ -53,6 +57,14 @@ FLUSH_TIMEOUT_MAX_S: Final = 1e9
 STANDBY_PIPE: Final = "HOLDFAST_STANDBY_PIPE"
 # The file with the place of a rank whose torchrun runs on one node of several.
 PLACE: Final = "HOLDFAST_PLACE"
+# What a consumer of a checkpoint gets, see `on` of the spec.
+RUN: Final = "HOLDFAST_RUN"
+CONSUMER: Final = "HOLDFAST_CONSUMER"
+CHECKPOINT: Final = "HOLDFAST_CHECKPOINT"
+CHECKPOINT_PATH: Final = "HOLDFAST_CHECKPOINT_PATH"
+CHECKPOINT_STEP: Final = "HOLDFAST_CHECKPOINT_STEP"
+# The file to which it may write its metrics, as JSON.
+METRICS_FILE: Final = "HOLDFAST_METRICS_FILE"
 
 # The addresses that people set, each with the schemes that act and an example.
 _ADDRESSES: Final[Mapping[str, tuple[str, str]]] = {
@@ -67,6 +79,7 @@ _HOST_AND_PATH: Final = r"://[^\s/:?#@]+(:[0-9]{1,5})?(/[^\s?#]*)?"
 KEYS_OF_VARIABLES: Final[Mapping[str, str]] = {
     CONFIG: "config",
     CHECKPOINT_INTERVAL: "checkpoint.interval",
+    CHECKPOINT_DOUBLING_STEPS: "checkpoint.doubling_steps",
     CHECKPOINT_SNAPSHOTS: "checkpoint.snapshots",
     CHECKPOINT_OVERLAP: "checkpoint.overlap",
     CHECKPOINT_STAGING: "checkpoint.staging",

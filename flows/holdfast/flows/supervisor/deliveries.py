@@ -74,6 +74,8 @@ def topic_of(event: Event) -> Topic | None:
         return "preempted" if facts.get("cause") == Cause.PREEMPTION else None
     if event.kind is EventKind.VERIFIED:
         return None if facts.get("ok") else "save"
+    if event.kind in {EventKind.NODE_SLOW, EventKind.LINK_SLOW}:
+        return "node" if facts.get("asks") and facts.get("slow") else None
     return TOPICS.get(EventKind(event.kind)) if event.kind in TOPICS else None
 
 

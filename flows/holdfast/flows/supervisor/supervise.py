@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-from holdfast.contracts.account.timeline import goodput_of
 from holdfast.contracts.disk.filesystems import refresh
 from holdfast.contracts.disk.journal import GROWER, EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
@@ -41,12 +40,14 @@ from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.flows.supervisor import secrets
 from holdfast.flows.supervisor.deliveries import Deliveries
 from holdfast.flows.supervisor.flow_lock import FlowLock
+from holdfast.flows.supervisor.limits import LimitWatch
 from holdfast.flows.supervisor.outbox import Service
 from holdfast.flows.supervisor.redactor import Log, Redactor
 from holdfast.flows.supervisor.submission import JOURNAL, Companion, Submit
 from holdfast.flows.supervisor.summary import ProgressLog
 from holdfast.lineage.index import Index
 from holdfast.workers.checkpoints import deletion
+from holdfast.workers.checkpoints.consumers import Consumers
 from holdfast.workers.decisions.exclusions import excluded_hosts
 from holdfast.workers.decisions.growth import CapacityObservation, find_growth
 from holdfast.workers.decisions.places import ReturnWatch, place_of
@@ -64,6 +65,7 @@ from holdfast.workers.runs.attempts import (
     is_unsubmitted,
     resume_submission,
 )
+from holdfast.workers.runs.commit_comments import CommitComments
 from holdfast.workers.runs.endings import complete_goodput
 from holdfast.workers.runs.feasibility import Feasibility
 from holdfast.workers.runs.operator import move_on, return_when_free
@@ -73,109 +75,14 @@ from holdfast.workers.runs.run_folders import keep_reserve, require_own, why_not
 from holdfast.workers.schedulers import ask_capacity, executor_for
 from holdfast.workers.schedulers.slurm_capacity import Room
 
-# The limits of `alerts` in a run's spec: whether the run has passed them.
-
-# The account of a run with a thousand attempts takes a while.
-LOOK_S: Final = 30.0
-# Earlier, the start of the first attempt is most of the run's time.
-ETTR_AFTER_S: Final = 3600.0
-GPU_HOURS_SHARE: Final = 0.9
-
-
-@dataclass(frozen=True)
-class PassedLimit:
-    """One limit, by its key in `alerts`. `text` is for people."""
-
-    limit: str
-    passed: bool
-    value: float
-    text: str
-
-
-class LimitWatch:
-    """Journals when a run passes a limit, and when it is within it again."""
-
-    def __init__(self, log: Log) -> None:
-        self._log = log
-        self._look_at = 0.0
-
-    def look(self, history: RunHistory, journal: JournalWriter) -> None:
-        """Compare the run with its limits, every `LOOK_S` seconds."""
-        given, now = history.spec.alerts, time.monotonic()
-        limits = (given.ettr_min, given.checkpoint_age_max_min, given.gpu_hours_max)
-        if limits == (None, None, None) or now < self._look_at:
-            return
-        self._look_at = now + LOOK_S
-        last = history.last_attempt
-        for finding in new_findings(history, time.time()):
-            journal.append(
-                EventKind.LIMIT_PASSED,
-                attempt=last.number if last else None,
-                limit=finding.limit,
-                passed=finding.passed,
-                value=finding.value,
-                text=finding.text,
-            )
-            self._log.warning("%s", finding.text)
-
-
-def new_findings(history: RunHistory, now: float) -> list[PassedLimit]:
-    """Return the limits whose state differs from what the journal says."""
-    said = {
-        event.data["limit"]: event.data["passed"]
-        for event in history.events
-        if event.kind is EventKind.LIMIT_PASSED
-    }
-    return [one for one in findings(history, now) if one.passed != said.get(one.limit, False)]
-
-
-def findings(history: RunHistory, now: float) -> list[PassedLimit]:
-    """Return a finding for each limit of the spec that can be judged at `now` (Unix seconds)."""
-    given, found = history.spec.alerts, []
-    if given.ettr_min is not None or given.gpu_hours_max is not None:
-        goodput = goodput_of(history, until=now)
-        if given.ettr_min is not None and goodput.total_s >= ETTR_AFTER_S:
-            text = f"productive share of the time (ETTR): {goodput.ettr:.1%}"
-            passed = goodput.ettr < given.ettr_min
-            found.append(PassedLimit("ettr_min", passed, goodput.ettr, text))
-        if given.gpu_hours_max is not None:
-            hours = goodput.gpu_hours
-            text = f"GPU hours: {hours:,.1f} of {given.gpu_hours_max:,.1f}"
-            passed = hours >= GPU_HOURS_SHARE * given.gpu_hours_max
-            found.append(PassedLimit("gpu_hours_max", passed, hours, text))
-    age_s = _checkpoint_age_s(history, now)
-    if given.checkpoint_age_max_min is not None and age_s is not None:
-        minutes = age_s / 60.0
-        text = f"training since the newest checkpoint: {minutes:.1f} min"
-        passed = minutes > given.checkpoint_age_max_min
-        found.append(PassedLimit("checkpoint_age_max_min", passed, minutes, text))
-    return found
-
-
-def _checkpoint_age_s(history: RunHistory, now: float) -> float | None:
-    """Return how long the running attempt has trained without a commit; None if it does not."""
-    last = history.last_attempt
-    if last is None or last.state is not AttemptState.RUNNING:
-        return None
-    times = [
-        event.time
-        for event in history.events
-        if event.kind is EventKind.RESUMED and event.data.get("attempt") == last.number
-    ]
-    if last.number in history.tally.commits:
-        times.append(history.tally.commits[last.number].newest_at)
-    return now - max(times) if times else None
-
-
-# Report nodes whose heartbeats stop, without waiting for the scheduler.
-#
-# The agents and the scheduler react to a lost node. The supervisor only logs and journals it.
-
 NAMED_MAX: Final = 16
 
 
 class NodeWatch:
-    """Watches the heartbeats of the live attempt. The supervisor calls `look` at every turn."""
+    """Watches the heartbeats of the live attempt. The supervisor calls `look` at every turn.
+
+    The agents and the scheduler react to a lost node. The supervisor only logs and journals it.
+    """
 
     def __init__(self) -> None:
         self._number = 0
@@ -222,6 +129,9 @@ QUIET_S: Final = 30.0
 # after so many times the processor time that it took beyond `FREE_S`.
 REST: Final = 50.0
 FREE_S: Final = 0.25
+# For so long, the ranks of a local attempt have the processors for themselves: the first ingest
+# imports SQLAlchemy, and may have to make the schema.
+START_S: Final = 10.0
 
 
 class Ingestion:
@@ -253,9 +163,12 @@ class Ingestion:
         """Request an ingest of the run's current state. Returns at once.
 
         A `history` without anything new is ingested every `QUIET_S` seconds only, for logged
-        metrics. An ingest looks at every file of the run. After a long one, requests are ignored
-        for a while. The supervisor makes them again in each turn.
+        metrics. An ingest looks at every file of the run. After a long one, and while the ranks of
+        a local attempt start, requests are ignored for a while. The supervisor makes them again in
+        each turn.
         """
+        if history is not None and _is_starting_here(history):
+            return
         now = time.monotonic()
         state = None if history is None else (history.tally.lines, history.state)
         with self._lock:
@@ -302,6 +215,16 @@ class Ingestion:
             return True
 
 
+def _is_starting_here(history: RunHistory) -> bool:
+    if history.spec.resources.executor != "local" or not history.state.is_live:
+        return False
+    last = history.attempts[-1] if history.attempts else None
+    # The first turn submits the attempt after it has read the history.
+    since = history.record.created_at if last is None else last.submitted_at
+    is_over = last is not None and last.ended_at is not None
+    return since is not None and not is_over and 0 <= time.time() - since < START_S
+
+
 SUPERVISION_S_MAX: Final = 366 * 24 * 3600.0
 PRUNE_S: Final = 60.0
 # Pruning a run that keeps tens of thousands of checkpoints takes long, so it is done less often:
@@ -309,6 +232,8 @@ PRUNE_S: Final = 60.0
 PRUNE_REST: Final = 250.0
 PRUNE_FREE_S: Final = 0.05
 SOON_S: Final = 1.0
+# Consumers start soon after a commit, whatever `supervision.poll_s` is.
+CONSUMER_S: Final = 2.0
 FAILING_S_MAX: Final = 24 * 3600.0
 FAILURE_WAIT_S: Final = 10.0
 
@@ -338,10 +263,12 @@ class Supervisor:
     _capacity: CapacityObservation | None = None
     _nodes: NodeWatch = field(default_factory=NodeWatch)
     _return: ReturnWatch = field(default_factory=ReturnWatch)
+    _comments: CommitComments = field(default_factory=CommitComments)
     _history: HistoryReader = field(init=False)
     _progress: ProgressLog = field(init=False)
     _limits: LimitWatch = field(init=False)
     _deliveries: Deliveries = field(init=False)
+    _consumers: Consumers = field(init=False)
 
     def __post_init__(self) -> None:
         self.log = self.redactor.log(self.log)
@@ -349,6 +276,7 @@ class Supervisor:
         self._history.share()
         self._progress, self._limits = ProgressLog(self.log), LimitWatch(self.log)
         self._deliveries = Deliveries(self.paths, self.services, self.log, self.redactor)
+        self._consumers = Consumers(self.paths)
         self._ingestion = Ingestion(
             self.index,
             self.paths,
@@ -394,6 +322,8 @@ class Supervisor:
             history = reconcile(self.paths, writer=JOURNAL, load=self._history.load)
             self.redactor.learn(history.record.spec, self.paths)
             wait_s = self._act(history, journal) if self.is_acting else self._follow(history)
+            if self.is_acting and history.spec.on:
+                wait_s, history = self._serve_consumers(history, journal, wait_s)
             self._prune(history)
         except OSError as error:
             now = time.monotonic()
@@ -427,6 +357,35 @@ class Supervisor:
         journal.append(EventKind.SUPERVISED, host=host, pid=pid, flow_run=self.flow_run)
         self.is_acting = True
         self.log.info("supervising %s at %s", self.paths.name, self.paths.directory)
+
+    def _serve_consumers(
+        self, history: RunHistory, journal: JournalWriter, wait_s: float | None
+    ) -> tuple[float | None, RunHistory]:
+        """Start and follow consumers; return the wait, and the history that pruning needs.
+
+        Their failure never concerns the training. A run that has ended is supervised until its
+        last consumer has ended.
+        """
+        has_ended = wait_s is None
+        if has_ended:
+            history = self._history.load()
+        try:
+            turn = self._consumers.tend(history, journal)
+        except SchedulerError as error:
+            self._warn_once("consumers", "consumers wait for the scheduler: %s", error)
+            return (history.spec.supervision.poll_s if wait_s is None else wait_s), history
+        except (HoldfastError, ValueError) as error:
+            self._warn_once(str(error), "consumers were not started: %s", error)
+            return wait_s, history
+        self._warned.discard("consumers")
+        for message in turn.messages:
+            self.log.info("%s", message)
+        if turn.has_new:
+            # Otherwise pruning would not know that they are needed.
+            history = self._history.load()
+        if wait_s is None:
+            return (SOON_S if turn.is_open else None), history
+        return min(wait_s, CONSUMER_S), history
 
     def _prune(self, history: RunHistory) -> None:
         """Apply the spec's keep rules if checkpoints have changed, and every `PRUNE_S` seconds.
@@ -506,6 +465,7 @@ class Supervisor:
         self._grow(history)
         restarts.tend(history, journal)
         drained_nodes.tend(history)
+        self._comments.tend(history)
         if message := successors.tend(history, journal, now=now):
             self.log.info("%s", message)
 
@@ -630,7 +590,8 @@ class Supervisor:
             journal.append(
                 EventKind.DECISION, after_attempt=last, delay_s=decision.delay_s, **facts
             )
-            self.log.info("%s: %s", decision.action, decision.reason)
+            is_first = decision.action == "relaunch" and history.last_attempt is None
+            self.log.info("%s: %s", "submit" if is_first else decision.action, decision.reason)
 
     def _record_end(self, decision: Decision, journal: JournalWriter) -> None:
         history = load_tallied(self.paths)

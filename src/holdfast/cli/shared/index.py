@@ -282,7 +282,7 @@ def read_index(work: Callable[[Database], T]) -> T:
     temporary one is filled from the folders that `work` reads. Raises `LineageError` for a
     database that HOLDFAST_DATABASE_URL names.
     """
-    from holdfast.lineage.database.engine import URL_VARIABLE
+    from holdfast.lineage.database.sqlite_file import URL_VARIABLE
     from holdfast.lineage.database.transactions import open_database
 
     try:

@@ -53,7 +53,7 @@ _WHOLE: Final[Mapping[str, int]] = {
     **dict.fromkeys(("committed_step", "newest_step"), STEP_MAX),
     **dict.fromkeys(("attempt", "launch", "after_attempt", "node", "rank"), NUMBER_MAX),
     **dict.fromkeys(("count", "pid", "rounds", "exit_code", "place"), NUMBER_MAX),
-    **dict.fromkeys(("order", "overtakes", "successor"), NUMBER_MAX),
+    **dict.fromkeys(("order", "overtakes", "successor", "start", "tries"), NUMBER_MAX),
     **dict.fromkeys(("world_size", "gpus"), RANKS_MAX),
     "bytes": BYTES_MAX,
 }
@@ -62,13 +62,16 @@ _TEXT: Final = frozenset(
         *("checkpoint", "to", "action", "by", "state", "cause", "host", "error", "reason", "path"),
         *("url", "flow_run", "job_id", "note", "into_uid", "into_run", "format", "text", "finding"),
         *("resumed_from", "command_digest", "traceback", "ending", "source", "problem"),
-        *("check", "digest", "tracker", "tracker_id", "key", "metric"),
+        *("check", "digest", "tracker", "tracker_id", "key", "metric", "consumer"),
     }
 )
 _TEXTS: Final = frozenset(
     {"evidence", "hosts", "excluded", "skipped", "exclude", "dumps", "unhealthy_hosts", "drained"}
+    | {"tags_added", "tags_removed"}
 )
 _STATES: Final = frozenset(AttemptState)
+# Numbers that JSON does not have, as text.
+NOT_FINITE: Final = frozenset({"nan", "inf", "-inf"})
 # Required facts, by kind.
 _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "attempt_state": ("state",),
@@ -82,17 +85,23 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "operator_request": ("action",),
     "order_state": ("order", "state"),
     "decision": ("action",),
+    "loading": ("checkpoint", "step"),
     "save_failed": ("checkpoint", "step", "error"),
     "node_lost": ("host",),
     "hang_suspected": ("finding",),
     "hang_confirmed": ("finding",),
     "straggler": ("rank", "own_s", "peers_s"),
     "node_silent": ("silent", "nodes"),
+    "node_slow": ("host", "slow", "text"),
+    "link_slow": ("slow", "text"),
+    "slowdown_tested": ("step",),
     "node_unhealthy": ("host", "check"),
     "numerics": ("action", "reason"),
     "limit_passed": ("limit", "passed", "text"),
     "metric_missing": ("key", "metric", "missing", "text"),
     "tracked": ("tracker", "tracker_id"),
+    "metric": ("checkpoint", "metric", "value"),
+    "consumer": ("consumer", "checkpoint", "state"),
 }
 
 
@@ -113,6 +122,8 @@ def problem_with_facts(kind: str, facts: Mapping[str, Any]) -> str | None:
         return "nodes is not a list of names"
     if kind == "limit_passed" and type(facts["limit"]) is not str:
         return "limit is not the name of a limit"
+    if kind == "metric" and not _is_number(facts["value"]):
+        return "value is not a number"
     if kind in {"attempt_state", "attempt_ended"} and facts["state"] not in _STATES:
         return "state is not a state of an attempt"
     return None
@@ -134,6 +145,10 @@ def _fits(name: str, value: Any) -> bool:
         # The clocks of two machines may differ by any time.
         return kind in {int, float} and abs(value) <= TIME_MAX
     return True
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in {int, float} or (type(value) is str and value in NOT_FINITE)
 
 
 def _are_texts(value: Any) -> bool:
@@ -194,6 +209,7 @@ class EventKind(StrEnum):
     NOTICE = "notice"
     STOP_AGREED = "stop_agreed"
     STOP_FAILED = "stop_failed"
+    LOADING = "loading"
     RESUMED = "resumed"
     STAGED = "staged"
     COMMITTED = "committed"
@@ -210,9 +226,16 @@ class EventKind(StrEnum):
     HANG_CONFIRMED = "hang_confirmed"
     STRAGGLER = "straggler"
     NODE_SILENT = "node_silent"
+    NODE_SLOW = "node_slow"
+    LINK_SLOW = "link_slow"
+    SLOWDOWN_TESTED = "slowdown_tested"
     NODE_UNHEALTHY = "node_unhealthy"
     LIMIT_PASSED = "limit_passed"
+    ALERT_ACKNOWLEDGED = "alert_acknowledged"
     METRIC_MISSING = "metric_missing"
+    METRIC = "metric"
+    ANNOTATED = "annotated"
+    CONSUMER = "consumer"
     AUDIT = "audit"
     NOTE = "note"
 

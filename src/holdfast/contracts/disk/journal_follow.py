@@ -150,6 +150,13 @@ def start_of(stream: BinaryIO, place: JournalPlace | None) -> int:
     return place.offset if is_longer and _sample(stream, place.offset) == place.sample else 0
 
 
+def has_same_end(stream: BinaryIO, place: JournalPlace) -> bool:
+    """Return whether the last bytes before `place` are those that were read."""
+    return stream.seek(0, os.SEEK_END) >= place.offset and (
+        _sample(stream, place.offset) == place.sample
+    )
+
+
 def place_at(stream: BinaryIO, offset: int, facts: Facts) -> JournalPlace:
     """Return the place at `offset` of a file whose facts were taken before it was read."""
     (file, size, changed_ns), sample = facts, _sample(stream, offset)

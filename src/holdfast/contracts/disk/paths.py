@@ -6,7 +6,7 @@ import contextlib
 import os
 import pwd
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -198,6 +198,8 @@ class AttemptPaths:
     # Rank 0's journal, such as the lines `resumed`, `staged` and `committed`.
     rank_journal = _Entry("journal/rank0.jsonl")
     heartbeats = _Entry("heartbeats")
+    # What each node's ranks and GPUs did over time.
+    series = _Entry("series")
     dumps = _Entry("dumps")
     # The job as Slurm restarted it after the attempt, and what became of the restart.
     restart = _Entry("restart.json")
@@ -244,6 +246,10 @@ class AttemptPaths:
         """Return the file that says that no node continues after the lead of a term is lost."""
         return self.terms / f"{number:04d}-ends.json"
 
+    def term_begin(self, number: int) -> Path:
+        """Return the file that decides whether launches begin in a term after the first one."""
+        return self.terms / f"{number:04d}-begins.json"
+
     def channel_of(self, number: int) -> Path:
         """Return the file by which nodes find the lead of a term."""
         return self.channel if number == 1 else self.directory / f"channel-{number:04d}.json"
@@ -264,6 +270,20 @@ class SuccessorPaths(AttemptPaths):
     A successor is a job that waits in the queue to become the next attempt. Of the files of an
     attempt it has the request, the submission and the logs.
     """
+
+
+@dataclass(frozen=True)
+class ConsumerPaths(AttemptPaths):
+    """The files of one start of a consumer, in `<root>/<run>/consumers/<NNNN>`.
+
+    Of the files of an attempt it has the claim and the outcome, and in a job of its own the
+    request, the submission and the logs.
+    """
+
+    order = _Entry("order.json")
+    # What the command reports, and what it printed.
+    metrics_file = _Entry("metrics.json")
+    log = _Entry("output.log")
 
 
 @dataclass(frozen=True)
@@ -294,6 +314,8 @@ class RunPaths:
     attempts = _Entry("attempts")
     # The jobs that were submitted ahead of the attempts which they may run.
     successors = _Entry("successors")
+    # The starts of the programs that use committed checkpoints.
+    consumers = _Entry("consumers")
     # Copies from the mirror of checkpoints whose directories in the run are damaged.
     fetched = _Entry("fetched")
     # Checkpoints that a framework converts to load them, while it loads them.
@@ -353,6 +375,14 @@ class RunPaths:
 
     def successor(self, number: int) -> SuccessorPaths:
         return SuccessorPaths(self.successors / f"{number:04d}")
+
+    def consumer(self, number: int) -> ConsumerPaths:
+        """Return the files of a start of a consumer, by its number."""
+        return ConsumerPaths(self.consumers / f"{number:04d}")
+
+    def newest_consumer(self) -> int:
+        """Return the number of the last start of a consumer that was reserved; 0 without one."""
+        return max(map(int, _names(self.consumers, _ATTEMPT)), default=0)
 
     def newest_successor(self) -> SuccessorPaths | None:
         """Return the successor that was reserved last; None if there never was one."""
@@ -495,15 +525,16 @@ def plain_checkpoint(path: Path | str) -> Path:
     return plain
 
 
-def list_runs(root: Path) -> list[RunPaths]:
+def list_runs(root: Path, is_wanted: Callable[[str], bool] = lambda _: True) -> list[RunPaths]:
     """Return the runs in `root`, by name: the folders with a `spec.json` visible to this user.
 
+    Only folders whose name `is_wanted` are looked up.
     A name that begins with a dot is not a run's, such as that of a run that is being deleted.
     """
     if not root.is_dir():
         return []
     with os.scandir(root) as entries:
-        named = (entry for entry in entries if not entry.name.startswith("."))
+        named = (e for e in entries if not e.name.startswith(".") and is_wanted(e.name))
         found = sorted(entry.path for entry in named if has_spec(Path(entry.path)))
     return [RunPaths(Path(path)) for path in found]
 

@@ -10,8 +10,9 @@ This is a two-phase agreement with an abort, like the classic commit protocols. 
 word in shared memory, so normal steps cost nothing extra.
 
 An additional save is agreed in the same way, with the answer SAVE instead of GO: all ranks save
-after S and continue. Nothing else may be proposed until every rank has entered a step after S.
-Otherwise a rank could miss the answer, and the others would wait for it in the save's collective.
+after S and continue. With TEST they measure their nodes and links instead. Nothing else may be
+proposed until every rank has entered a step after S. Otherwise a rank could miss the answer, and
+the others would wait for it in the save's collective.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class NodePort(Protocol):
         ...
 
     def answer(self, serial: int, state: Proposal) -> object:
-        """Send the answer `GO`, `SAVE` or `ABORT` to the node's ranks."""
+        """Send the answer `GO`, `SAVE`, `TEST` or `ABORT` to the node's ranks."""
         ...
 
 
@@ -119,7 +120,8 @@ def agree_on_step(
 ) -> tuple[int, int]:
     """Agree with all nodes on one step. Return (step, rounds); `AT_START` means before any step.
 
-    `word` is the answer to ranks that wait at the step: `GO` to leave, `SAVE` to save and continue.
+    `word` is the answer to ranks that wait at the step: `GO` to leave, `SAVE` to save and continue,
+    `TEST` to measure and continue.
     Each question is open for `wait_s` seconds, or as long as the ports allow.
 
     Raises `AgreementError` if `ROUNDS_MAX` proposals were refused or a node did not answer in
@@ -171,9 +173,9 @@ def _answer(port: NodePort, serial: int, verdict: Proposal) -> object:
 def consider(status_table: RankStatusTable, record: RankRecord, completed: int) -> Proposal:
     """Return what a rank must do at the step boundary after `completed`.
 
-    `GO` means leave, `SAVE` save with all other ranks and continue, `NONE` continue. Called when
-    `RankRecord.finish_step` found a proposal. Raises `AgreementError` if the stop coordinator did
-    not answer within `ANSWER_TIMEOUT_S` seconds.
+    `GO` means leave, `SAVE` and `TEST` save or measure with all other ranks and continue, `NONE`
+    continue. Called when `RankRecord.finish_step` found a proposal. Raises `AgreementError` if the
+    stop coordinator did not answer within `ANSWER_TIMEOUT_S` seconds.
     """
     give_up: float | None = None
     while True:
@@ -185,10 +187,10 @@ def consider(status_table: RankStatusTable, record: RankRecord, completed: int) 
             if status_table.proposal == (state, serial, step):
                 return Proposal.NONE
             continue
-        if state is Proposal.SAVE:
+        if state in {Proposal.SAVE, Proposal.TEST}:
             # From now on this rank counts as past the step, which the stop coordinator waits for.
             record.go_on(completed)
-            return Proposal.SAVE
+            return state
         record.wait_at(completed, serial)
         if state is Proposal.GO:
             return Proposal.GO

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import secrets
 import socket
 import threading
@@ -54,7 +55,12 @@ LOOK_S: Final = 0.1
 # What was sent before the end of a connection may still arrive for this long.
 LINGER_S: Final = 2.0
 DISMISSED: Final = "dismissed"
+UNREACHED: Final = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 STRANGE: Final = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError)
+
+
+class SilentError(ConnectionError):
+    """A node is lost of which nothing arrives any more. It may be alive behind a cut network."""
 
 
 @dataclass(eq=False)
@@ -195,6 +201,8 @@ class NodeConnection(asyncio.Protocol):
         self.hello: dict[str, Any] = {}
         self.waiting_s = 0.0
         self.problem = ""
+        # Whether it ended because nothing arrived any more.
+        self.is_silent = False
         self._switchboard = switchboard
         self._decoder = Decoder(HELLO_BYTES_MAX)
         self._proof = Proof(switchboard.token, is_host=True)
@@ -221,6 +229,9 @@ class NodeConnection(asyncio.Protocol):
             self.end(str(error) or repr(error))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if not self.problem:
+            # The kernel received nothing, neither an answer nor the end of the connection.
+            self.is_silent = isinstance(exc, OSError) and exc.errno in UNREACHED
         self.end(str(exc or "the other end closed the connection"))
         self._switchboard.ended(self, is_closed=True)
 
@@ -253,6 +264,7 @@ class NodeConnection(asyncio.Protocol):
             if oldest and self.waiting_s > oldest.timeout_s:
                 # The node may only be slow, so tell it that node 0 no longer waits.
                 self.send({"kind": DISMISSED})
+                self.is_silent = True
                 self.end(f"no answer to {oldest.kind} within {oldest.timeout_s:.0f} s")
 
     def end(self, problem: str) -> None:
@@ -268,7 +280,8 @@ class NodeConnection(asyncio.Protocol):
     def lost(self) -> ConnectionError:
         """Return the error of every question to this node from now on."""
         problem = self.problem or "node 0 has closed the channel"
-        return ConnectionError(f"node {self.hello.get('node')} is lost: {problem}")
+        kind = SilentError if self.is_silent else ConnectionError
+        return kind(f"node {self.hello.get('node')} is lost: {problem}")
 
     def _take_opening(self, message: dict[str, Any]) -> None:
         self.send(self._proof.answer(message))

@@ -29,12 +29,15 @@ MESSAGE_BYTES_MAX: Final = 64 << 20
 CHUNK_BYTES: Final = 1 << 18
 SEND_TIMEOUT_S: Final = 30.0
 _LENGTH: Final = struct.Struct(">I")
-# A node that loses power does not close its connection. The kernel detects this after about 25 s.
+# A node that loses power does not close its connection. The kernel detects this after about 25 s:
+# by probes on an idle connection, and by the limit of unanswered data on any other.
+SILENT_S: Final = 25
 _OPTIONS: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
 

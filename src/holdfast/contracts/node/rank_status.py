@@ -80,6 +80,7 @@ class Proposal(IntEnum):
     GO = 2
     ABORT = 3
     SAVE = 4  # do not exit; save together and continue
+    TEST = 5  # do not exit; measure the nodes and their links together, and continue
 
 
 class _Head(IntEnum):
@@ -108,6 +109,7 @@ class _Record(IntEnum):
     ASKED = 12  # the step for whose loss all ranks must meet, 0 for none
     MEETING = 13  # the number of the newest meeting that this rank joined
     ENDED = 14  # the last step after which this rank completed the end of an epoch
+    DATA_WAIT = 15  # float: see `RankRecord.data_wait_s`
 
 
 # Words that are `NOWHERE` in a new launch.
@@ -224,7 +226,7 @@ class RankStatusTable:
         self._words[_Head.STATE] = Proposal.PROPOSED
 
     def answer(self, serial: int, state: Proposal) -> None:
-        """Send `GO`, `SAVE` or `ABORT` to the ranks that wait on proposal `serial`."""
+        """Send an answer, such as `GO` or `ABORT`, to the ranks that wait on proposal `serial`."""
         if self._words[_Head.SERIAL] == serial:
             self._words[_Head.STATE] = state
 
@@ -302,6 +304,7 @@ class RankRecord:
     __slots__ = (
         *("_at", "_floats", "_status_table", "_words"),
         *("_beat_at", "_completed_at", "_entering_at", "_phase_at", "_recent_at", "_step_time_at"),
+        "_data_wait_at",
     )
 
     rank = _Word(_Record.RANK)
@@ -326,6 +329,7 @@ class RankRecord:
         self._completed_at, self._entering_at = at + _Record.COMPLETED, at + _Record.ENTERING
         self._phase_at, self._beat_at = at + _Record.PHASE, at + _Record.BEAT
         self._step_time_at, self._recent_at = at + _Record.STEP_TIME, at + _RECENT
+        self._data_wait_at = at + _Record.DATA_WAIT
 
     @property
     def pid(self) -> int:
@@ -373,6 +377,24 @@ class RankRecord:
         self._words[self._at + _Record.ENTERING] = completed + 1
         fence()
         self._words[self._at + _Record.WAITING] = 0
+
+    def begin_data_wait(self) -> None:
+        """Publish that this rank waits for its next batch."""
+        # One word holds both facts, so no reader sees half of a change: minus the time at which
+        # the wait would have begun if all waits were one.
+        self._floats[self._data_wait_at] -= time.monotonic()
+
+    def end_data_wait(self) -> None:
+        """Publish that the batch is there."""
+        self._floats[self._data_wait_at] += time.monotonic()
+
+    def data_wait_s(self, now: float) -> tuple[float, bool]:
+        """Return the seconds that this rank has waited for data, and whether it waits now.
+
+        `now` is monotonic seconds.
+        """
+        word = self._floats[self._data_wait_at]
+        return (max(0.0, word + now), True) if word < 0 else (word, False)
 
     def finish_end(self, step: int) -> None:
         """Publish that the end of an epoch is complete, which follows `step`."""

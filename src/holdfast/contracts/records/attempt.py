@@ -46,9 +46,8 @@ from holdfast.contracts.disk.paths import RUN_NAME, AttemptPaths, folder_of
 from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import UnreadableRunError
 from holdfast.contracts.spec.checkpoint import Checkpointing
-from holdfast.contracts.spec.node_share import gpus_of
 from holdfast.contracts.spec.part import RECORDED
-from holdfast.contracts.spec.resources import Resources
+from holdfast.contracts.spec.resources import Resources, gpus_of
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.secrets import EnvironmentValue
 from holdfast.contracts.spec.sections import Health, Launch, Program, Supervision
@@ -282,12 +281,27 @@ class Claim(Document):
     claimed_at: Moment
     is_closed: bool = False
 
+    @classmethod
+    def closed(cls) -> Claim:
+        """Return a claim that belongs to no job, made now on this host."""
+        return cls(
+            job_id="",
+            pid=0,
+            process_start_s=0.0,
+            boot_id="",
+            host=socket.gethostname(),
+            claimed_at=time.time(),
+            is_closed=True,
+        )
+
 
 class Term(Document):
     """`terms/NNNN.json`, created exclusively: this node leads the attempt from now on.
 
     Node 0 leads first, without such a file. After a term with `is_end`, no node may lead. With
     `is_end`, `terms/NNNN-ends.json` has the node that found that none can continue after term NNNN.
+    `terms/NNNN-begins.json` has the node that leads if launches begin in term NNNN, or another one,
+    which has decided that none does.
     """
 
     number: Number
@@ -484,17 +498,8 @@ def read_terms(attempt: AttemptPaths) -> tuple[Term | None, frozenset[int]]:
 
 def close_claim(paths: AttemptPaths) -> bool:
     """Prevent jobs from claiming the attempt. Return False if a job has already claimed it."""
-    closed = Claim(
-        job_id="",
-        pid=0,
-        process_start_s=0.0,
-        boot_id="",
-        host=socket.gethostname(),
-        claimed_at=time.time(),
-        is_closed=True,
-    )
     # Exclusive, so either a job or this process gets the claim, never both.
-    return create_document(paths.claim, closed) or read_claim(paths) is None
+    return create_document(paths.claim, Claim.closed()) or read_claim(paths) is None
 
 
 def job_of(submission: Submission | None, claim: Claim | None) -> Submission | None:

@@ -13,6 +13,7 @@ from holdfast.contracts.disk.paths import LATEST, MANIFEST, CheckpointName, RunP
 from holdfast.contracts.errors import DamagedCheckpointError, NotFoundError
 from holdfast.contracts.records.history import RunHistory, excluded_checkpoints, load_history
 from holdfast.contracts.records.known_damage import damaged_checkpoints
+from holdfast.contracts.records.reported import with_reported
 from holdfast.contracts.spec.keep_rules import ranked
 
 BEST: Final = "best"
@@ -45,14 +46,14 @@ def choose_checkpoint(paths: RunPaths, word: str) -> str:
 
 def newest_of_branch(paths: RunPaths, history: RunHistory) -> Manifest:
     """Return the newest committed checkpoint of the run's branch. Raises `NotFoundError`."""
-    for manifest in _branch(paths, history):
+    for manifest in branch_of(paths, history):
         return manifest
     raise NotFoundError(
         f"{paths.name} has no committed checkpoint yet; repeat the command after its first save"
     )
 
 
-def _branch(paths: RunPaths, history: RunHistory) -> Iterator[Manifest]:
+def branch_of(paths: RunPaths, history: RunHistory) -> Iterator[Manifest]:
     """Yield the committed checkpoints of the run's branch, newest first, without damaged ones."""
     # Commands must not name a checkpoint that a load would refuse, see decision 91.
     excluded = {*excluded_checkpoints(history.events), *damaged_checkpoints(history.events)}
@@ -71,7 +72,7 @@ def _best(paths: RunPaths) -> str:
             f"{paths.name}:{BEST}: the run's spec has no checkpoint.keep.best, so no metric says "
             f"which is best; `holdfast checkpoints {paths.name} --best METRIC` sorts by one"
         )
-    branch = list(_branch(paths, history))[::-1]
+    branch = with_reported(branch_of(paths, history), history.events)[::-1]
     found = ranked(branch, rule.metric, rule.mode)
     if not found:
         raise NotFoundError(

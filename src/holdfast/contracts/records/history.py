@@ -255,6 +255,11 @@ def excluded_checkpoints(events: Iterable[Event]) -> frozenset[str]:
     )
 
 
+def blamed_checkpoints(events: Iterable[Event]) -> frozenset[str]:
+    """Return the directory names that were excluded because launches from them had crashed."""
+    return excluded_checkpoints(event for event in events if event.data.get("crash"))
+
+
 def goes_on_after_numerics(
     events: Iterable[Event], attempt: int, launch: int | None = None
 ) -> bool:
@@ -348,14 +353,23 @@ def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunH
 
 def load_identity(paths: RunPaths) -> tuple[RunRecord, RunSpec]:
     """Return the record and the spec of a run, which never change. Raises like `load_history`."""
+    record = load_record(paths)
+    with reading_run(paths.directory):
+        return record, record.read_spec()
+
+
+def load_record(paths: RunPaths) -> RunRecord:
+    """Return the record of a run.
+
+    Raises `NotFoundError` without one, and `UnreadableRunError` if it is that of another run.
+    """
     record = read_document(RunRecord, paths.spec)
     if record is None:
         raise NotFoundError(
             f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists the runs"
         )
     check_identity(paths, record)
-    with reading_run(paths.directory):
-        return record, record.read_spec()
+    return record
 
 
 def check_identity(paths: RunPaths, record: RunRecord) -> None:

@@ -98,9 +98,11 @@ COUNTED: Final = frozenset(
         *(EventKind.STAGED, EventKind.COMMITTED, EventKind.SAVE_FAILED),
         *(EventKind.MIRRORED, EventKind.MIRROR_FAILED, EventKind.FETCHED, EventKind.TRACKED),
         *(EventKind.GOODPUT, EventKind.STRAGGLER),
-        *(EventKind.NODE_SILENT, EventKind.NODE_UNHEALTHY),
+        *(EventKind.NODE_SILENT, EventKind.NODE_SLOW, EventKind.NODE_UNHEALTHY),
+        *(EventKind.LINK_SLOW, EventKind.SLOWDOWN_TESTED),
         *(EventKind.ATTEMPT_RESERVED, EventKind.ATTEMPT_SUBMITTED, EventKind.CLAIMED),
         *(EventKind.NOTICE, EventKind.STOP_FAILED, EventKind.AUDIT, EventKind.NOTE),
+        EventKind.ALERT_ACKNOWLEDGED,
     }
 )
 # The kinds of which a tally knows for which attempts there is a line.
@@ -116,6 +118,8 @@ _REPLACED: Final[Mapping[str, tuple[str, ...]]] = {
     EventKind.HANG_CLEARED: ("attempt", "launch"),
     EventKind.LIMIT_PASSED: ("limit",),
     EventKind.METRIC_MISSING: ("key", "metric"),
+    EventKind.METRIC: ("checkpoint", "metric"),
+    EventKind.CONSUMER: ("consumer", "checkpoint"),
     EventKind.SIGNAL: ("attempt", "cause"),
     EventKind.ORDER_STATE: ("order",),
     EventKind.VERIFIED: ("checkpoint",),

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
 
 from holdfast.contracts import environment
-from holdfast.contracts.disk.bounds import INTEGER_MAX, SECONDS_MAX
+from holdfast.contracts.disk.bounds import INTEGER_MAX, SECONDS_MAX, STEP_MAX
 from holdfast.contracts.disk.mirrors import problem_with_mirror
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.spec.part import SpecPart
+from holdfast.contracts.spec.part import SHOWN_CHARACTERS, SpecPart
 
 DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d)")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -59,6 +59,11 @@ class Keep(SpecPart):
         default=None,
         description="keep the first checkpoint at or after each multiple of this many steps",
     )
+    doubling_steps: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="keep the first checkpoint at or after this step, twice this step, four times "
+        "this step and so on. `checkpoint.doubling_steps` saves at these steps",
+    )
     every_hours: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="keep the first checkpoint of each period of this many hours"
     )
@@ -82,8 +87,7 @@ class Keep(SpecPart):
     @property
     def is_limited(self) -> bool:
         """True when a rule is given. Checkpoints that no rule keeps are then deleted."""
-        rules = (self.last, self.best, self.every_steps, self.every_hours, self.ttl)
-        return any(rule is not None for rule in rules)
+        return any(getattr(self, name) is not None for name in type(self).model_fields)
 
 
 class Checkpointing(SpecPart):
@@ -94,6 +98,11 @@ class Checkpointing(SpecPart):
         json_schema_extra=_without_default,
         description='interval between checkpoints: steps (`500`), time (`"300s"`, `"10m"`, '
         '`"1h"`) or `"auto"`',
+    )
+    doubling_steps: Annotated[StrictInt, Field(ge=1)] | None = Field(
+        default=None,
+        description="save also after this step, twice this step, four times this step and so on: "
+        "`1` gives 1, 2, 4, 8 …. Training waits there until the save before is written",
     )
     keep: Keep = Keep()
     budget: Annotated[StrictInt, Field(ge=1)] | str | None = Field(
@@ -254,6 +263,23 @@ def write_limit(env: Mapping[str, str] = os.environ) -> int | None:
             "such as '200MB'"
         )
     return found
+
+
+def doubling_steps(env: Mapping[str, str] = os.environ) -> int | None:
+    """Return `checkpoint.doubling_steps`, as the ranks have it.
+
+    Raises `SpecError` if the environment variable is no number of steps.
+    """
+    given = env.get(environment.CHECKPOINT_DOUBLING_STEPS)
+    if not given:
+        return None
+    is_count = given.isascii() and given.isdecimal() and len(given) <= len(str(STEP_MAX))
+    if not is_count or not 0 < int(given) <= STEP_MAX:
+        raise SpecError(
+            f"{environment.CHECKPOINT_DOUBLING_STEPS}={given[:SHOWN_CHARACTERS]!r}: expected a "
+            "number of steps, 1 or more"
+        )
+    return int(given)
 
 
 def _seconds(text: str) -> float | None:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec.checkpoint import Checkpointing
+from holdfast.contracts.spec.consumers import Consumer
 from holdfast.contracts.spec.part import SpecPart
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.spec.sections import (
@@ -62,6 +63,9 @@ class Sections(Protocol):
     def alerts(self) -> Alerts: ...
 
     @property
+    def on(self) -> tuple[Consumer, ...]: ...
+
+    @property
     def gpus(self) -> int: ...
 
     @property
@@ -98,6 +102,11 @@ WATCHED: Final = Scope(
     lambda spec: spec.program.is_watched,
     "it is set without program.checkpoints; set that to the path of the program's own checkpoints, "
     "such as 'out/checkpoint-{step}', or leave the key out",
+)
+SHARED: Final = Scope(
+    lambda spec: spec.checkpoint.local is None,
+    "checkpoint.local keeps the files on the nodes' own disks, where no other program finds them; "
+    "leave one of them out",
 )
 STARTS: Final = Scope(
     lambda spec: spec.program.is_watched or spec.program.launcher == "torchrun",
@@ -178,6 +187,16 @@ CHANGES_DATA: Final = Scope(
     "only a rollback and a skip use it; set supervision.numerics.on_nan or on_spike to one of "
     "them, or leave the key out",
 )
+# `off` asks for nothing.
+COMPARES_NODES: Final = Scope(
+    lambda spec: spec.health.slowdown == "off" or HAS_NEIGHBOURS.holds(spec),
+    "the run has one node, so there is no other node to compare it with; set resources.nodes = 2 "
+    "or more, or leave the key out",
+)
+JUDGES_GPUS: Final = Scope(
+    lambda spec: spec.health.gpus != "off",
+    "health.gpus is 'off', so no counter of a GPU is compared; leave one of them out",
+)
 CHECKS: Final = Scope(
     lambda spec: bool(spec.health.before or spec.health.after),
     "there are no checks in health.before and health.after; add some, or leave the key out",
@@ -202,6 +221,7 @@ PRICES: Final = Scope(
 # means that it always acts, or that a validator of its part refuses it.
 ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "name": (),
+    "tags": (),
     "command": (),
     "environment": (),
     "config": (),
@@ -241,6 +261,7 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "resources.extra": (SLURM,),
     "resources.fallbacks": (SLURM, RELAUNCHES),
     "resources.return_after_min": (SLURM, FALLBACKS),
+    "resources.commit_comment": (SLURM,),
     "resources.standby": (STANDBY_ON_SLURM, STANDBY_RELAUNCHES),
     "elastic.min_gpus": (),
     "elastic.max_gpus": (),
@@ -249,9 +270,11 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "elastic.grow": (SLURM, RELAUNCHES),
     "elastic.grow_after_s": (SLURM, GROWS),
     "checkpoint.interval": (SAVES,),
+    "checkpoint.doubling_steps": (SAVES,),
     "checkpoint.keep.last": (SAVES,),
     "checkpoint.keep.best": (SAVES,),
     "checkpoint.keep.every_steps": (SAVES,),
+    "checkpoint.keep.doubling_steps": (SAVES,),
     "checkpoint.keep.every_hours": (SAVES,),
     "checkpoint.keep.ttl": (SAVES,),
     "checkpoint.budget": (SAVES,),
@@ -294,6 +317,10 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "health.before": (),
     "health.after": (RESTARTS,),
     "health.timeout_s": (CHECKS,),
+    "health.slowdown": (COMPARES_NODES, SAVES, HANGS),
+    "health.gpus": (),
+    "health.throttled_s_max": (JUDGES_GPUS,),
+    "health.link_errors_max": (JUDGES_GPUS,),
     "cost.gpu_hour": (),
     "cost.on_demand_per_gpu_hour": (),
     "cost.currency": (PRICES,),
@@ -304,6 +331,7 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "alerts.gpu_hours_max": (),
     "blocks.cluster": (),
     "blocks.storage": (),
+    "on": (SAVES, SHARED),
 }
 
 
@@ -499,12 +527,29 @@ def _saves(spec: Sections, written: _Written) -> Iterator[str]:
         )
 
 
+def _consumers(spec: Sections, written: _Written) -> Iterator[str]:
+    """Consumers that would never start, or not where they should."""
+    for one in spec.on:
+        if one.event == "best" and spec.checkpoint.keep.best is None:
+            yield (
+                f"on {one.name!r}: event 'best' needs checkpoint.keep.best, which says by which "
+                "metric; set it, or another event"
+            )
+        if one.job is not None and spec.resources.executor != "slurm":
+            yield (
+                f"on {one.name!r}: job asks for a Slurm job, and resources.executor is 'local', "
+                "which has no queue and reserves no GPUs; leave job out to run the command on this "
+                "machine, and begin it with 'env', 'CUDA_VISIBLE_DEVICES=7' to choose its GPU"
+            )
+
+
 _CONTRADICTIONS: Final[tuple[Callable[[Sections, _Written], Iterable[str]], ...]] = (
     _times,
     _counts,
     _places,
     _images,
     _saves,
+    _consumers,
 )
 
 

@@ -64,6 +64,8 @@ def why_not_kept(one: Candidate, keep: Keep) -> str:
         )
     if keep.every_steps:
         reasons.append(f"not the first of {_count(keep.every_steps, 'step')}")
+    if keep.doubling_steps:
+        reasons.append(f"not the first of a doubling of {_count(keep.doubling_steps, 'step')}")
     if keep.every_hours:
         reasons.append(f"not the first of {keep.every_hours:g} h")
     if keep.ttl:
@@ -102,7 +104,8 @@ def ranked(branch: Sequence[Candidate], metric: str, mode: str) -> list[tuple[fl
         (value, one.name)
         for one in branch
         # NaN has no order. One such value would make the result of a sort arbitrary.
-        if (value := one.metrics.get(metric)) is not None and isfinite(value)
+        # The index holds numbers that JSON does not have as text.
+        if isinstance(value := one.metrics.get(metric), int | float) and isfinite(value)
     ]
     # The sort is stable and the branch begins with the oldest, so of equal values the older counts.
     return sorted(measured, key=lambda pair: sign * pair[0])
@@ -117,6 +120,17 @@ def _every_steps(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[st
     reached = [one for one in branch if one.step >= every]
     reason = f"every {_count(every, 'step')}"
     return dict.fromkeys(_firsts(reached, lambda one: one.step // every), reason)
+
+
+def _doubling_steps(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]:
+    """Keep the first at or after each doubling of the steps."""
+    first = keep.doubling_steps
+    if first is None:
+        return {}
+    reached = [one for one in branch if one.step >= first]
+    reason = f"doubling of {_count(first, 'step')}"
+    # Between two doublings, the quotient has the same number of bits.
+    return dict.fromkeys(_firsts(reached, lambda one: (one.step // first).bit_length()), reason)
 
 
 def _every_hours(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]:
@@ -136,7 +150,7 @@ def _ttl(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]:
     return {one.name: f"younger than {keep.ttl}" for one in branch if one.committed_at > oldest}
 
 
-RULES: Final[tuple[Rule, ...]] = (_last, _best, _every_steps, _every_hours, _ttl)
+RULES: Final[tuple[Rule, ...]] = (_last, _best, _every_steps, _doubling_steps, _every_hours, _ttl)
 
 
 def _firsts(branch: Sequence[Candidate], period_of: Callable[[Candidate], int]) -> list[str]:

@@ -150,7 +150,8 @@ class SpecPart(BaseModel):
 
 
 def _is_tuple(annotation: Any) -> bool:
-    return get_origin(annotation) is tuple
+    kinds = [annotation] if get_origin(annotation) is tuple else get_args(annotation)
+    return any(get_origin(kind) is tuple for kind in kinds)
 
 
 def part_of(annotation: Any) -> type[SpecPart] | None:

@@ -18,10 +18,10 @@ from holdfast.contracts.disk.paths import SPEC_NAME
 from holdfast.contracts.environment import KEYS_OF_VARIABLES, S3_ENDPOINT
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec.checkpoint import Checkpointing
+from holdfast.contracts.spec.consumers import CONSUMERS_MAX, Consumer, problem_with_names
 from holdfast.contracts.spec.effects import problems_of_effects, written_keys
-from holdfast.contracts.spec.node_share import NodeShare, share_of
 from holdfast.contracts.spec.part import SpecPart, is_recorded
-from holdfast.contracts.spec.resources import Resources
+from holdfast.contracts.spec.resources import NodeShare, Resources, share_of
 from holdfast.contracts.spec.secrets import EnvironmentValue, SecretReference
 from holdfast.contracts.spec.sections import (
     Alerts,
@@ -34,6 +34,7 @@ from holdfast.contracts.spec.sections import (
     Supervision,
 )
 from holdfast.contracts.spec.steps_total import problem_with_steps
+from holdfast.contracts.spec.tags import problem_with_tags
 from holdfast.contracts.spec.written import sources_of
 
 _OWN = "HOLDFAST_"
@@ -53,6 +54,12 @@ class RunSpec(SpecPart):
     )
     command: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         description="arguments that torchrun gets: a script and its arguments, or `-m` and a module"
+    )
+    tags: tuple[str, ...] = Field(
+        default=(),
+        description="the first tags of the run, up to 32. Each has up to 64 letters, digits, `-`, "
+        "`_`, `.` and `/`, and starts with a letter or digit. `holdfast annotate` changes them. A "
+        "spec that differs only in them is the same spec",
     )
     environment: dict[str, EnvironmentValue] = Field(
         default_factory=dict,
@@ -78,6 +85,11 @@ class RunSpec(SpecPart):
     cost: Cost = Cost()
     alerts: Alerts = Alerts()
     blocks: Blocks = Blocks()
+    on: Annotated[tuple[Consumer, ...], Field(max_length=CONSUMERS_MAX)] = Field(
+        default=(),
+        description="consumers: commands that are started for committed checkpoints, such as "
+        "evaluations. Each is a table `[[on]]`",
+    )
     # Where keys come from that were not written in the spec itself: see `contracts.written`.
     _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
@@ -89,6 +101,14 @@ class RunSpec(SpecPart):
                 f"{value[:120]!r}: expected up to 100 letters, digits, '-' and '_', starting "
                 "with a letter or digit"
             )
+        return value
+
+    @field_validator("tags")
+    @classmethod
+    def _tags_are_tags(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        problem = problem_with_tags(value)
+        if problem and not is_recorded(info):
+            raise ValueError(problem)
         return value
 
     @field_validator("environment")
@@ -111,6 +131,15 @@ class RunSpec(SpecPart):
     def _steps_are_a_number(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         problem = problem_with_steps(value)
         if problem and not is_recorded(info):
+            raise ValueError(problem)
+        return value
+
+    @field_validator("on")
+    @classmethod
+    def _consumers_have_names_of_their_own(
+        cls, value: tuple[Consumer, ...]
+    ) -> tuple[Consumer, ...]:
+        if problem := problem_with_names(value):
             raise ValueError(problem)
         return value
 
@@ -225,5 +254,6 @@ class RunSpec(SpecPart):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the whole spec, with the defaults of this version of Holdfast."""
-        return document_digest(self.model_dump(mode="json"))
+        """SHA-256 of the spec without its tags, with the defaults of this version of Holdfast."""
+        # Tags only help to find a run, and they may change while it trains.
+        return document_digest(self.model_dump(mode="json", exclude={"tags"}))

@@ -16,6 +16,7 @@ from holdfast.contracts.disk.paths import SPEC_NAME
 from holdfast.contracts.spec.checkpoint import DURATION, SIZE
 from holdfast.contracts.spec.run_spec import ENVIRONMENT_NAME, RunSpec
 from holdfast.contracts.spec.secrets import KINDS
+from holdfast.contracts.spec.tags import TAG, TAGS_MAX
 
 # The draft that editors for TOML and YAML support.
 DIALECT: Final = "http://json-schema.org/draft-07/schema#"
@@ -43,6 +44,8 @@ def run_spec_schema() -> dict[str, Any]:
     parts: dict[str, Any] = {"RunSpec": schema, **schema["$defs"]}
     for (part, key), pattern in PATTERNS.items():
         _text(parts[part]["properties"][key])["pattern"] = f"^(?:{pattern})$"
+    tag = {"type": "string", "pattern": f"^(?:{TAG.pattern})$"}
+    schema["properties"]["tags"] |= {"items": tag, "maxItems": TAGS_MAX}
     for part in parts.values():
         for value in part.get("properties", {}).values():
             # An editor would write these as if somebody had chosen them.

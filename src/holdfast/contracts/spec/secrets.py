@@ -338,3 +338,24 @@ def referred_secrets(spec: Mapping[str, Any], paths: RunPaths) -> list[str]:
     values, _ = resolve(references, paths)
     here = (os.environ.get(r.source, "") for r in references.values() if r.kind == FROM_ENV)
     return [*values.values(), *here]
+
+
+def unknown_secrets(spec: Mapping[str, Any], paths: RunPaths) -> list[str]:
+    """Return a line for each reference of a run whose value cannot be read here.
+
+    Redaction cannot find these values, unless they look like secrets.
+    """
+    references = _recorded_references(spec)
+    is_mine = False
+    with contextlib.suppress(OSError):
+        is_mine = paths.is_mine()
+    if is_mine:
+        # The value of the variable in this shell is masked, too.
+        unset = {
+            name: one
+            for name, one in references.items()
+            if one.kind != FROM_ENV or one.source not in os.environ
+        }
+        return resolve(unset, paths)[1]
+    other = "the run belongs to another account, so its secrets are not read"
+    return [describe(name, one, other) for name, one in references.items()]

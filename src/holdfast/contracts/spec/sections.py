@@ -55,6 +55,10 @@ CHECK_S_MAX = 3600.0
 Check = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
+Slowdown = Literal["report", "ask", "act", "off"]
+GpuFaults = Literal["exclude", "report", "off"]
+
+
 class Health(SpecPart):
     """Checks of the nodes. Exit status 0 means healthy."""
 
@@ -70,6 +74,32 @@ class Health(SpecPart):
     )
     timeout_s: Annotated[float, Field(gt=0, le=CHECK_S_MAX)] = Field(
         default=60.0, description="longest time that one check may take. A longer one has failed"
+    )
+    slowdown: Slowdown = Field(
+        default="report",
+        description="what to do if a node or a link slows the others down for two minutes. "
+        "`report`: the journal and `show` name it. `ask`: a short test at a step boundary proves "
+        "it, they also say how to drain the node, and a notification is sent. `act`: the run "
+        "leaves a node that the test proved slow, at a step boundary, once the slowdown has cost "
+        "as much as a restart and a spare node or a smaller size is faster. `off`: nodes are not "
+        "compared",
+    )
+    gpus: GpuFaults = Field(
+        default="exclude",
+        description="what to do if a GPU reports a fault during training: a fatal Xid, a new "
+        "uncorrectable memory error, a lost GPU or NVLink. `exclude`: a crash or hang counts as "
+        "`node_failure`, and later attempts exclude the host. `report`: the journal and `show` "
+        "name it. `off`: the counters are not compared",
+    )
+    throttled_s_max: Annotated[float, Field(ge=0, le=300)] = Field(
+        default=0.0,
+        description="later attempts exclude a host if heat lowered the clock of a GPU for so many "
+        "of 300 seconds. 0: no limit",
+    )
+    link_errors_max: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
+        default=0,
+        description="later attempts exclude a host if a GPU has so many new NVLink errors, or PCIe "
+        "replays, within 300 seconds. 0: no limit",
     )
 
 

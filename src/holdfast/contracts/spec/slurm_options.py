@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Annotated, Final
+
+from pydantic import AfterValidator, ValidationInfo
+
+from holdfast.contracts.spec.part import is_recorded
 
 # sbatch reads the options of other batch systems too.
 _DIRECTIVE: Final = re.compile(r"^\s*#(SBATCH|PBS|BSUB)\b", re.MULTILINE)
@@ -93,6 +97,21 @@ def problem_with_option(name: str, among: Iterable[str] = REFUSED) -> str:
     if refused is None:
         return ""
     return f"option {name!r} is not for extra: {REFUSED[refused]}"
+
+
+def _leave_holdfasts(
+    options: dict[str, str | int | bool], info: ValidationInfo
+) -> dict[str, str | int | bool]:
+    problems = [problem for name in options if (problem := problem_with_option(name))]
+    # The option was accepted when the run was made. The executor refuses a submission that would
+    # lose the job, see decision 44.
+    if problems and not is_recorded(info):
+        raise ValueError("; ".join(problems))
+    return options
+
+
+# Options of a spec by their long names. Those that Holdfast sets itself are refused.
+SbatchOptions = Annotated[dict[str, str | int | bool], AfterValidator(_leave_holdfasts)]
 
 
 def problem_with_setup(lines: Iterable[str]) -> str:

@@ -28,7 +28,6 @@ INTERVAL: Final = "checkpoint.interval"
 SNAPSHOTS: Final = "checkpoint.snapshots"
 OVERLAP: Final = "checkpoint.overlap"
 STAGING: Final = "checkpoint.staging"
-CONFIG: Final = "config"
 OF_PROGRAM: Final[Mapping[str, str]] = {
     INTERVAL: environment.CHECKPOINT_INTERVAL,
     SNAPSHOTS: environment.CHECKPOINT_SNAPSHOTS,

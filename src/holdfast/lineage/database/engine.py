@@ -14,23 +14,16 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from holdfast.contracts.disk.filesystems import filesystem_of
-from holdfast.contracts.disk.paths import absolute_path, holdfast_home
+from holdfast.contracts.disk.paths import absolute_path
 from holdfast.contracts.errors import DamagedIndexError, LineageError
 from holdfast.lineage.database.heal import says_damage
 from holdfast.lineage.database.limits import ORDINARY, POOL_S, DatabaseLimits
+from holdfast.lineage.database.sqlite_file import URL_VARIABLE, create_private, database_url
 
-URL_VARIABLE: Final = "HOLDFAST_DATABASE_URL"
 WAL_TRIES_MAX: Final = 100
 WAL_PAUSE_S: Final = 0.05
 # The execution option of a transaction that may write.
 WRITES: Final = "holdfast_writes"
-
-
-def database_url() -> str:
-    """Return `$HOLDFAST_DATABASE_URL`, by default SQLite in `$HOLDFAST_HOME/holdfast.db`."""
-    given = os.environ.get(URL_VARIABLE)
-    return given or f"sqlite:///{holdfast_home() / 'holdfast.db'}"
 
 
 def parse_url(url: str | None) -> URL:
@@ -60,37 +53,6 @@ def parse_url(url: str | None) -> URL:
     )
 
 
-def prepare_file(url: URL) -> None:
-    """Create the folder of a SQLite file. Raise `LineageError` on a network file system."""
-    path = Path(url.database or "").absolute()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LineageError(
-            f"{path.parent}: the folder cannot be created ({error.strerror}); set HOLDFAST_HOME to "
-            f"a folder of your own on a local disk, or {URL_VARIABLE} to a PostgreSQL server"
-        ) from error
-    mounted = filesystem_of(path)
-    if mounted.is_network:
-        # SQLite's locks and shared memory do not work between hosts.
-        raise LineageError(
-            f"{path} is on a network file system ({mounted.kind}), where SQLite's locks do not "
-            "work and the file can be damaged; set HOLDFAST_HOME to a folder on a local disk, or "
-            f"{URL_VARIABLE} to a PostgreSQL server (postgresql://user@host/holdfast)"
-        )
-
-
-def _create_private(path: Path) -> None:
-    """Create a SQLite file that only its owner can read, unless it exists.
-
-    It contains the specs and journals of all runs. SQLite gives its log and shared memory the
-    same permissions.
-    """
-    # SQLite reports all other problems with the path.
-    with contextlib.suppress(OSError):
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-
-
 def make_engine(
     url: URL, limits: DatabaseLimits = ORDINARY, *, foreign_keys: bool = True, **options: Any
 ) -> Engine:
@@ -99,7 +61,7 @@ def make_engine(
         options["pool_timeout"] = POOL_S
     try:
         if url.get_backend_name() == "sqlite":
-            _create_private(Path(url.database or ""))
+            create_private(Path(url.database or ""))
             engine = create_engine(url, connect_args={"timeout": limits.lock_s}, **options)
             _tune_sqlite(engine, foreign_keys=foreign_keys)
             return engine

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 from sqlalchemy import URL, NullPool, inspect, select, text
 
 from holdfast.lineage.database.engine import make_engine, parse_url, translate_errors
+from holdfast.lineage.database.sqlite_file import REVISION_TABLE, head_revision, known_revisions
 from holdfast.lineage.database.tables import COMPATIBILITY
-
-
-def _find_migrations() -> Path:
-    """Return the folder of the migrations: in a wheel, of this package; in a checkout, alembic/."""
-    here = Path(__file__).resolve()
-    installed = here.parents[1] / "migrations"
-    return installed if installed.is_dir() else here.parents[4] / "alembic"
-
-
-MIGRATIONS: Final = _find_migrations()
-# Where Alembic writes the revision.
-REVISION_TABLE: Final = "alembic_version"
 
 
 def current_revision(url: str | None = None) -> str | None:
@@ -34,19 +22,6 @@ def current_revision(url: str | None = None) -> str | None:
 def schema_problem(url: str | None = None) -> str | None:
     """Return why this version cannot use the schema, with the next step; None if it can."""
     return problem_of(parse_url(url), current_revision(url))
-
-
-def head_revision() -> str:
-    """Return the schema revision of this version of Holdfast."""
-    return known_revisions()[-1]
-
-
-def known_revisions() -> list[str]:
-    """Return the revisions of this version, oldest first.
-
-    They are the numbers at the start of the names of the migrations' files.
-    """
-    return sorted(path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("0*.py"))
 
 
 def revision_of(url: URL) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 from alembic import command
@@ -17,12 +18,12 @@ from holdfast.lineage.database.engine import (
     WRITES,
     make_engine,
     parse_url,
-    prepare_file,
     translate_errors,
 )
 from holdfast.lineage.database.limits import MIGRATIONS
-from holdfast.lineage.database.schema import MIGRATIONS as SCRIPTS
-from holdfast.lineage.database.schema import current_revision, known_revisions, newer_schema
+from holdfast.lineage.database.schema import current_revision, newer_schema
+from holdfast.lineage.database.sqlite_file import MIGRATIONS as SCRIPTS
+from holdfast.lineage.database.sqlite_file import known_revisions, prepare_file
 
 # Alembic keeps its state in module globals, so only one thread of a process may migrate at a time.
 _MIGRATING: Final = threading.Lock()
@@ -58,7 +59,7 @@ def connect_for_migration(url: str | None = None) -> Iterator[Connection]:
     """
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
-        prepare_file(parsed)
+        prepare_file(Path(parsed.database or "").absolute())
     engine = make_engine(parsed, MIGRATIONS, foreign_keys=False, poolclass=NullPool)
     try:
         with translate_errors(parsed), engine.connect() as connection:

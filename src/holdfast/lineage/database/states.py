@@ -25,7 +25,9 @@ class EdgeKind(StrEnum):
     ROLLED_BACK = "rolled_back"
     EXPORTED_TO = "exported_to"
     IMPORTED_FROM = "imported_from"
+    CONSUMED_BY = "consumed_by"
 
 
-# A parent is a column of the checkpoint.
-STORED_EDGES: Final = tuple(kind for kind in EdgeKind if kind is not EdgeKind.PARENT)
+# A parent is a column of the checkpoint, and a consumer has lines in the journal.
+_DERIVED: Final = frozenset({EdgeKind.PARENT, EdgeKind.CONSUMED_BY})
+STORED_EDGES: Final = tuple(kind for kind in EdgeKind if kind not in _DERIVED)

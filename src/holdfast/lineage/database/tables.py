@@ -113,6 +113,14 @@ def _part_of(table: str, **columns: str) -> ForeignKeyConstraint:
     return ForeignKeyConstraint(list(own), others, ondelete="CASCADE")
 
 
+# The tags and the newest note of a run or a checkpoint, see `contracts.records.annotations`.
+_ANNOTATION: Final[Mapping[str, Any]] = {
+    "tags": (list, {"server_default": "[]"}),
+    "note": str | None,
+    "note_by": str | None,
+    "note_at": float | None,
+}
+
 # One run: its `spec.json` and a summary of its attempts and journals.
 # `updated_at` is the newest time in its folder. `goodput` covers the time until the end of the
 # run, or until `updated_at` if it is live. `root_id` is the UUID of its root. `unknown_kinds`
@@ -157,6 +165,7 @@ RUNS: Final = _table(
         "owner_uid": int | None,
         "reader_gid": int | None,
         "is_public": (bool, {"server_default": false()}),
+        **_ANNOTATION,
     },
     _one_of("state", RunState),
     Index(None, "created_at", "uid"),
@@ -299,6 +308,7 @@ CHECKPOINTS: Final = _table(
         "deleted_by": str | None,
         "deleted_at": float | None,
         "stamp": str,
+        **_ANNOTATION,
     },
     _part_of("runs", run_uid="uid"),
     _one_of("state", CheckpointState),

@@ -15,12 +15,12 @@ from holdfast.lineage.database.engine import (
     WRITES,
     make_engine,
     parse_url,
-    prepare_file,
     translate_errors,
 )
 from holdfast.lineage.database.heal import quarantine, was_database
 from holdfast.lineage.database.limits import ORDINARY, DatabaseLimits
 from holdfast.lineage.database.schema import problem_of, revision_of
+from holdfast.lineage.database.sqlite_file import prepare_file
 
 
 class Database:
@@ -110,7 +110,7 @@ class Database:
 
 
 def open_database(url: str | None = None, limits: DatabaseLimits = ORDINARY) -> Database:
-    """Open the database at `url`, by default at `engine.database_url()`, for ingest and queries.
+    """Open the database at `url`, by default `database_url()`, for ingest and queries.
 
     `limits` bound each use of it.
 
@@ -131,7 +131,7 @@ def open_database(url: str | None = None, limits: DatabaseLimits = ORDINARY) -> 
 
 def _make_usable(parsed: URL, url: str | None) -> None:
     """Create a SQLite file or upgrade its schema, after a damaged one is moved away."""
-    prepare_file(parsed)
+    prepare_file(Path(parsed.database or "").absolute())
     try:
         _bring_up_to_date(parsed, url)
     except DamagedIndexError:

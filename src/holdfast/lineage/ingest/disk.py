@@ -29,7 +29,7 @@ _METRICS: Final = re.compile(r"a([0-9]{4,9})\.l([0-9]{2,9})")
 # About ten million lines.
 METRICS_BYTES_MAX: Final = 1 << 30
 # Increase this when rows are built differently, so that every run is ingested again.
-INGEST_VERSION: Final = 6
+INGEST_VERSION: Final = 7
 JOURNALS: Final = "journal"
 TOMBSTONE: Final = ".json"
 _DIRECTORY: Final = "directory"

@@ -45,8 +45,7 @@ from holdfast.lineage.ingest.disk import (
 )
 from holdfast.lineage.ingest.journal_lines import NewLines, read_new_lines
 from holdfast.lineage.ingest.metrics import follow_metrics
-from holdfast.lineage.ingest.origins import bare
-from holdfast.lineage.ingest.rows import OF_EDGES, AttemptRows, Journaled, run_row
+from holdfast.lineage.ingest.rows import OF_EDGES, AttemptRows, Journaled, bare, run_row
 from holdfast.lineage.ingest.run_changes import (
     Builder,
     deleted_in,

@@ -18,6 +18,7 @@ from holdfast.contracts.disk.journal import Event, each_line, open_journal
 from holdfast.contracts.disk.journal_follow import (
     JournalPlace,
     facts_of,
+    has_same_end,
     is_unchanged,
     place_at,
     start_of,
@@ -34,7 +35,8 @@ class NewLines:
     """The lines of one journal after the first `lines - len(events)`.
 
     `attempt` is set for the journal of an attempt. With `is_replaced`, the journal has fewer lines
-    than the index, so all lines in the index are wrong. Unless `is_whole`, more lines follow.
+    than the index or other ones, so all lines in the index are wrong. Unless `is_whole`, more lines
+    follow.
     """
 
     journal: str
@@ -82,15 +84,18 @@ def read_new_lines(
         count = counts.get(name, 0)
         found = NewLines(journal=name, attempt=number, lines=count)
         found = _read(path, found, left)
-        # The journal is shorter than the index says, so it was replaced. Read it from its start.
-        if found.lines < count:
+        # The journal was replaced. Read it from its start.
+        if found.lines < count or (found.is_replaced and count):
             found = replace(_read(path, replace(found, lines=0), left), is_replaced=True)
         left -= len(found.events)
         yield found
 
 
 def _read(path: Path, before: NewLines, most: int) -> NewLines:
-    """Return the lines after the first `before.lines`, or fewer lines if there are not so many."""
+    """Return the lines after the first `before.lines`, or fewer lines if there are not so many.
+
+    `is_replaced` is set if lines that this process has read before are no longer there.
+    """
     lines, place = PLACES.get(path, before.lines)
     if place is not None and lines == before.lines and is_unchanged(path, place):
         return before
@@ -100,6 +105,7 @@ def _read(path: Path, before: NewLines, most: int) -> NewLines:
             return replace(before, lines=0)
         facts = facts_of(stream)
         offset = start_of(stream, place)
+        is_replaced = place is not None and not has_same_end(stream, place)
         lines = lines if offset else 0
         is_whole = True
         for found, end in each_line(stream, path, offset):
@@ -113,7 +119,9 @@ def _read(path: Path, before: NewLines, most: int) -> NewLines:
             # The size says that there is more.
             facts = (facts[0], -1, facts[2])
         PLACES.put(path, lines, place_at(stream, offset, facts))
-    return replace(before, lines=lines, events=tuple(events), is_whole=is_whole)
+    return replace(
+        before, lines=lines, events=tuple(events), is_whole=is_whole, is_replaced=is_replaced
+    )
 
 
 def _lines(known: tuple[int, JournalPlace | None]) -> int:

@@ -26,6 +26,15 @@ class _Candidate:
     metrics: Mapping[str, float]
 
 
+def candidates(checkpoints: Sequence[Row]) -> list[_Candidate]:
+    """Return those of `checkpoints` that the run can resume from, as the keep rules read them."""
+    return [
+        _Candidate(row["name"], row["step"], row["committed_at"] or 0.0, row["metrics"] or {})
+        for row in checkpoints
+        if row["state"] == CheckpointState.COMMITTED and not row["rolled_back"]
+    ]
+
+
 def explain(
     checkpoints: Sequence[Row],
     uses: Mapping[str, Sequence[str]],
@@ -41,11 +50,7 @@ def explain(
     has other uses by directory name, such as `parent of run b`. `now` is Unix seconds; by default
     it is the current time.
     """
-    on_branch = [
-        _Candidate(row["name"], row["step"], row["committed_at"] or 0.0, row["metrics"] or {})
-        for row in (checkpoints if branch is None else branch)
-        if row["state"] == CheckpointState.COMMITTED and not row["rolled_back"]
-    ]
+    on_branch = candidates(checkpoints if branch is None else branch)
     ruled = kept_by_rules(on_branch, keep, now=time.time() if now is None else now)
     newest = on_branch[-1].name if on_branch else None
     return [
@@ -70,6 +75,8 @@ def _explain(
         reasons.append("pinned")
     reasons.extend(uses)
     rules = ruled.get(row["name"], () if keep.is_limited else ("all",))
-    if rules:
+    if rules == ("all",):
+        reasons.append("no keep rule set")
+    elif rules:
         reasons.append(f"kept by rule: {', '.join(rules)}")
     return ", ".join(reasons) or NOTHING_KEEPS

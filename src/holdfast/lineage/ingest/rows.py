@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -10,9 +10,10 @@ from holdfast.contracts.account.timeline import KnownAccount, goodput_of
 from holdfast.contracts.disk.bounds import TIME_MAX
 from holdfast.contracts.disk.digests import document_digest
 from holdfast.contracts.disk.journal import Event, EventKind
-from holdfast.contracts.disk.paths import CheckpointName
+from holdfast.contracts.disk.paths import CheckpointName, checkpoint_id
 from holdfast.contracts.disk.roots import ensure_root_id
-from holdfast.contracts.records.attempt import Provenance
+from holdfast.contracts.records.annotations import NONE, Annotation, fold_annotations
+from holdfast.contracts.records.attempt import Provenance, RunRecord
 from holdfast.contracts.records.history import (
     AttemptView,
     Lines,
@@ -21,12 +22,12 @@ from holdfast.contracts.records.history import (
     pinned_checkpoints,
 )
 from holdfast.contracts.records.known_damage import DAMAGE_EVENTS, damaged_checkpoints, passed_over
+from holdfast.contracts.records.reported import reported_metrics
 from holdfast.contracts.states import Cause, RunState
 from holdfast.lineage.database.permissions import permissions_of
 from holdfast.lineage.database.states import INTEGER_MAX, CheckpointState, EdgeKind
 from holdfast.lineage.ingest.checkpoint_totals import CheckpointTotals
 from holdfast.lineage.ingest.disk import FoundCheckpoint, Row, empty_facts
-from holdfast.lineage.ingest.origins import Origins, bare
 
 # The rows of the nodes that attempts ran on, with the faults attributed to them. Pure.
 
@@ -35,6 +36,55 @@ _ALONE = frozenset({Cause.NODE_FAILURE, Cause.HOST_OOM, Cause.GPU_OOM, Cause.INF
 # Causes that are attributed to the node that failed first. An error of the program, bad losses, a
 # preemption and an operator's request are not faults of the machine.
 _OF_MACHINES = _ALONE | {Cause.HANG, Cause.UNKNOWN}
+
+
+class Origins:
+    """Resolves checkpoint ids to runs. An id contains a folder name, which may not be unique."""
+
+    def __init__(self, record: RunRecord, own: Container[str]) -> None:
+        """`own` has the directory names of the checkpoints in the run's folder."""
+        self._record = record
+        self._own = own
+
+    def name(self, identity: object) -> str | None:
+        """Return `identity` as `run:directory`; a bare directory name belongs to this run."""
+        if not isinstance(identity, str) or not identity:
+            return None
+        return identity if ":" in identity else checkpoint_id(self._record.run, identity)
+
+    def find(self, identity: str | None) -> tuple[str | None, str | None, str | None]:
+        """Return (uid, run, directory name) of an id; the uid is None if the run is unknown."""
+        if not identity:
+            return None, None, None
+        run, _, name = identity.rpartition(":")
+        is_origin = identity == self._record.forked_from
+        if run in {"", self._record.run} and not (is_origin and name not in self._own):
+            return self._record.uid, self._record.run, name
+        # Only the fork knows the uid of its origin. A run of that name may be another one.
+        return (self._record.forked_uid if is_origin else None), run, name
+
+    def parent(self, child: CheckpointName, identity: object) -> tuple[str, CheckpointName] | None:
+        """Return (uid, name) of a manifest's parent, or None if it cannot be one of `child`.
+
+        A parent must have a smaller step, or the same step in an earlier attempt or launch or in
+        another run. Any other parent could form a cycle.
+        """
+        uid, _, name = self.find(self.name(identity))
+        parent = CheckpointName.parse(name or "")
+        # Any user can write any parent into a manifest.
+        if uid is None or parent is None or parent.step > child.step:
+            return None
+        is_own = uid == self._record.uid
+        if parent.step == child.step and is_own:
+            older, newer = str(parent), str(child)
+            if (len(older), older) >= (len(newer), newer):
+                return None
+        return uid, parent
+
+
+def bare(identity: object) -> str:
+    """Return the directory name of a checkpoint id or of a bare directory name."""
+    return str(identity or "").rpartition(":")[2]
 
 
 def node_rows(history: RunHistory, view: AttemptView) -> list[Row]:
@@ -85,6 +135,8 @@ class Journaled:
     pins: Mapping[str, Event]
     excluded: frozenset[str]
     damage: Mapping[str, str]
+    metrics: Mapping[str, Mapping[str, float]]
+    annotations: Mapping[str, Annotation]
 
     @classmethod
     def of(cls, lines: Lines) -> Journaled:
@@ -98,6 +150,8 @@ class Journaled:
             pins={name: one for name, one in pins.items() if name in pinned},
             excluded=frozenset(map(bare, excluded)),
             damage=damaged_checkpoints(lines.of_kinds(*DAMAGE_EVENTS)),
+            metrics=reported_metrics(lines.of_kinds(EventKind.METRIC)),
+            annotations=fold_annotations(lines.of_kinds(EventKind.ANNOTATED)),
         )
 
 
@@ -154,6 +208,7 @@ def checkpoint_row(
     deleted = deletion if one.is_deleted else None
     return {
         **one.facts,
+        "metrics": {**(one.facts["metrics"] or {}), **journaled.metrics.get(name, {})},
         "run_uid": history.record.uid,
         "name": name,
         "step": one.name.step,
@@ -172,6 +227,7 @@ def checkpoint_row(
         "pin_note": str(pin.data.get("note") or "") or None if pin else None,
         "rolled_back": is_excluded,
         **(deleted or dict.fromkeys(_DELETED)),
+        **(NONE if one.is_deleted else journaled.annotations.get(name, NONE)).facts,
         "stamp": one.stamp,
     }
 
@@ -291,8 +347,15 @@ def run_row(
         "world_size": _world_size(last) if last else None,
         # Stored with the row, so that it is hidden or shown from the start, see decision 93.
         **permissions_of(history.paths),
+        **_own_annotation(history).facts,
         **totals.storage(),
     }
+
+
+def _own_annotation(history: RunHistory) -> Annotation:
+    """Return the tags and the note of the run itself."""
+    lines = history.lines.of_kinds(EventKind.ANNOTATED)
+    return fold_annotations(lines, history.spec.tags)[""]
 
 
 def _reason(history: RunHistory, state: RunState) -> str | None:

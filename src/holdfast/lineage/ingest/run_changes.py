@@ -13,10 +13,10 @@ from holdfast.lineage.ingest.checkpoint_totals import CheckpointTotals
 from holdfast.lineage.ingest.clean import clean, redacted
 from holdfast.lineage.ingest.disk import Row, read_checkpoint, survey_checkpoint
 from holdfast.lineage.ingest.journal_lines import NewLines
-from holdfast.lineage.ingest.origins import Origins
 from holdfast.lineage.ingest.rows import (
     AttemptRows,
     Journaled,
+    Origins,
     add_deletion,
     attempt_rows,
     checkpoint_row,

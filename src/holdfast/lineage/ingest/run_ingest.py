@@ -25,12 +25,11 @@ from holdfast.contracts.disk.paths import RunPaths, precedence
 from holdfast.contracts.errors import (
     HoldfastError,
     LineageError,
-    NotFoundError,
     UnreadableRunError,
     reading_run,
 )
 from holdfast.contracts.records.attempt import RunRecord, read_document
-from holdfast.contracts.records.history import RunHistory, check_identity
+from holdfast.contracts.records.history import RunHistory, load_record
 from holdfast.contracts.records.history_cache import HistoryReader, load_tallied
 from holdfast.contracts.spec.secrets import known_secrets
 from holdfast.lineage.database.tables import RUNS, lock_run
@@ -122,13 +121,8 @@ def ingest_run(
     the database cannot be used.
     """
     paths = RunPaths(paths.directory.resolve())
-    record = read_document(RunRecord, paths.spec)
-    if record is None:
-        raise NotFoundError(
-            f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists the runs"
-        )
     # Before anything is written: a copied folder must not take over the rows of the original.
-    check_identity(paths, record)
+    record = load_record(paths)
     with reading_run(paths.directory):
         try:
             if progress is None or not update(database, paths, record, progress):

@@ -27,8 +27,7 @@ from holdfast.lineage.ingest.checkpoint_totals import COLUMNS, CheckpointTotals
 from holdfast.lineage.ingest.clean import clean, redacted
 from holdfast.lineage.ingest.disk import FoundCheckpoint, Row
 from holdfast.lineage.ingest.journal_lines import NewLines
-from holdfast.lineage.ingest.origins import bare
-from holdfast.lineage.ingest.rows import AttemptRows, add_deletion, attempt_node, attempt_of
+from holdfast.lineage.ingest.rows import AttemptRows, add_deletion, attempt_node, attempt_of, bare
 
 # Rows that a stream reads at a time.
 STREAMED: Final = 2000

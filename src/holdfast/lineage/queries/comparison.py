@@ -12,6 +12,7 @@ from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.queries import reports, views
 from holdfast.lineage.queries.ancestry import descent
 from holdfast.lineage.queries.find import Row, checkpoint_row, rows_of
+from holdfast.lineage.queries.run_comparison import flat_settings
 
 FILES_MAX: Final = 1000
 _DIGESTS: Final = (
@@ -44,12 +45,12 @@ def compare(database: Database, one: str, other: str) -> reports.Comparison:
         # In the order of the first ancestry, which is newest first, so the newest common one is
         # found.
         common_ancestor=next((line[key] for key in line if key in other_line), None),
-        facts=[
-            reports.Fact(name=name, one=value, other=right[name], is_same=_same(value, right[name]))
-            for name, value in left.items()
+        facts=_beside(left, right),
+        config=[
+            fact | {"is_same": fact["one"] == fact["other"]}
+            for fact in _beside(*map(flat_settings, (side[0]["spec"] for side in sides)))
         ],
-        config=_differences(*(side[0]["spec"] for side in sides)),
-        metrics=_numbers(*(side[1]["metrics"] for side in sides)),
+        metrics=_beside(*(dict(sorted(side[1]["metrics"].items())) for side in sides)),
     )
 
 
@@ -86,13 +87,12 @@ def _side(connection: Connection, identity: str) -> tuple[Row, Row, Row]:
 def _facts(run: Row, checkpoint: Row, attempt: Mapping[str, Any]) -> dict[str, Any]:
     digests = {name: attempt.get(name) for name in _DIGESTS}
     digests["command_digest"] = checkpoint["command_digest"] or digests["command_digest"]
-    versions = {f"version of {k}": v for k, v in sorted(checkpoint["versions"].items())}
     return {
         **digests,
         "spec_digest": run["spec_digest"],
         **{name: checkpoint[name] for name in _FACTS},
-        "topology": checkpoint["topology"],
-        "versions": versions,
+        **{f"topology.{k}": v for k, v in sorted(checkpoint["topology"].items())},
+        **{f"versions.{k}": v for k, v in sorted(checkpoint["versions"].items())},
         "committed_at": views.iso(checkpoint["committed_at"]),
     }
 
@@ -103,18 +103,8 @@ def _same(one: Any, other: Any) -> bool | None:
     return None if one is None or other is None else bool(one == other)
 
 
-def _differences(one: Any, other: Any, at: str = "") -> list[reports.Fact]:
-    """Return the differences of two specs, by dotted key."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return [
-            fact
-            for key in sorted({*one, *other})
-            for fact in _differences(one.get(key), other.get(key), f"{at}.{key}".lstrip("."))
-        ]
-    return [] if one == other else [reports.Fact(name=at, one=one, other=other, is_same=False)]
-
-
-def _numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[reports.Fact]:
+def _beside(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[reports.Fact]:
+    """Return the facts of both sides by name, those of the first one first."""
     return [
         reports.Fact(
             name=name,
@@ -122,5 +112,5 @@ def _numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[reports.F
             other=other.get(name),
             is_same=_same(one.get(name), other.get(name)),
         )
-        for name in sorted({*one, *other})
+        for name in {**one, **other}
     ]

@@ -15,6 +15,7 @@ _SHAPES: Final[Mapping[str, tuple[str, str, str]]] = {
     "checkpoint": ("(", ")", "ellipse"),
     "export": ("[/", "/]", "parallelogram"),
     "source": ("[\\", "\\]", "parallelogram"),
+    "consumer": ("{{", "}}", "hexagon"),
 }
 _BROKEN: Final = frozenset({"deleted", "damaged"})
 

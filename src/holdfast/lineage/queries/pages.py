@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
-from sqlalchemy import Connection, Double, Select, case, func, or_, select, true
+from sqlalchemy import Connection, Double, Select, case, exists, func, or_, select, true
+from typing_extensions import TypedDict
 
 from holdfast.contracts.spec.checkpoint import Keep
-from holdfast.contracts.states import AttemptState, RunState
+from holdfast.contracts.spec.keep_rules import ranked
+from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.lineage.database.permissions import may_see, readable
 from holdfast.lineage.database.states import CheckpointState, EdgeKind
 from holdfast.lineage.database.tables import (
@@ -29,10 +31,12 @@ from holdfast.lineage.database.tables import (
     RUNS,
 )
 from holdfast.lineage.database.transactions import Database
-from holdfast.lineage.ingest.reasons import NOTHING_KEEPS, explain
+from holdfast.lineage.ingest.reasons import NOTHING_KEEPS, candidates, explain
 from holdfast.lineage.queries import views
 from holdfast.lineage.queries.cursors import PAGE_DEFAULT, RowOrder, RowPage, fetch_page
 from holdfast.lineage.queries.find import Row, is_under, rows_of, run_row
+
+FILTER_VALUES_MAX: Final = 200
 
 # Why the checkpoints of a run are kept or would be deleted, according to the index.
 
@@ -45,6 +49,20 @@ def reasons_of(connection: Connection, run: Row, checkpoints: Sequence[Row]) -> 
     keep = keep_of(run)
     branch = _branch(connection, run, whole=keep.is_limited)
     return explain(checkpoints, _uses(connection, run), keep, branch=branch)
+
+
+def best_of(database: Database, run: str) -> str | None:
+    """Return the directory name of the best checkpoint by the spec's `checkpoint.keep.best`.
+
+    It is None without such a rule, and if no checkpoint of the branch has the metric.
+    """
+    with database.reading() as connection:
+        row = run_row(connection, run)
+        rule = keep_of(row).best
+        if rule is None:
+            return None
+        ranking = ranked(candidates(_branch(connection, row, whole=True)), rule.metric, rule.mode)
+    return ranking[0][1] if ranking else None
 
 
 def keep_of(run: Row) -> Keep:
@@ -146,6 +164,18 @@ def _goodput(name: str) -> Any:
     return RUNS.c.goodput[name].as_float()
 
 
+def partition_column() -> Any:
+    """Return the Slurm partition of a run's spec, which is NULL for Slurm's default."""
+    return RUNS.c.spec["resources"]["partition"].as_string()
+
+
+def _each_tag(connection: Connection) -> Any:
+    """Return a column with each tag of a run, of a function's table."""
+    is_sqlite = connection.dialect.name == "sqlite"
+    each = func.json_each if is_sqlite else func.jsonb_array_elements_text
+    return each(RUNS.c.tags).table_valued("value").c.value
+
+
 def _newest(table: Any, name: str, *order: str) -> Any:
     """Return a column of the last of a run's rows in `table`, sorted by the columns `order`."""
     last = [table.c[column].desc() for column in order]
@@ -174,8 +204,9 @@ RUN_ORDERS: dict[RunSort, RowOrder] = {
     "deleted": RowOrder("deleted", (RUNS.c.deleted, RUNS.c.uid), descending=True),
 }
 INDEXED: tuple[RunSort, ...] = ("created", "updated", "name")
+_CAUSE = _newest(ATTEMPTS, "cause", "number")
 _NEWEST = (
-    _newest(ATTEMPTS, "cause", "number"),
+    _CAUSE,
     _newest(ATTEMPTS, "job_id", "number"),
     _newest(METRIC_FILES, "spark", "attempt", "launch"),
 )
@@ -190,10 +221,19 @@ class Filter(BaseModel):
 
 
 class RunFilter(Filter):
-    """A filter of runs by state, text in name or folder, creation time (inclusive) and root."""
+    """A filter of runs by state, text in name or folder, creation time (inclusive) and root.
+
+    `users` submitted them, `causes` are those of the newest attempt, and `partitions` those of the
+    spec. Runs have all of `tags`. An empty tuple of `uids` matches nothing.
+    """
 
     states: tuple[RunState, ...] = ()
     search: str | None = None
+    users: tuple[str, ...] = ()
+    causes: tuple[Cause, ...] = ()
+    partitions: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    uids: tuple[str, ...] | None = None
     created_from: float | None = None
     created_to: float | None = None
     root: Path | None = None
@@ -231,6 +271,35 @@ def list_runs(
     with database.reading() as connection:
         page = _page_of_runs(connection, where, sort, order, after, limit, _NEWEST)
     return page.map(views.run_row)
+
+
+class FilterValues(TypedDict):
+    """The values of runs by which they can be filtered, sorted, `FILTER_VALUES_MAX` of each."""
+
+    users: list[str]
+    causes: list[str]
+    partitions: list[str]
+    tags: list[str]
+
+
+def filter_values(database: Database) -> FilterValues:
+    """Return the users, causes, partitions and tags of all readable runs."""
+    with database.reading() as connection:
+
+        def distinct(column: Any, query: Select[Any]) -> list[str]:
+            query = query.where(column.is_not(None), column != "")
+            found = connection.scalars(query.distinct().order_by(column).limit(FILTER_VALUES_MAX))
+            return [str(one) for one in found]
+
+        user, partition, cause = RUNS.c.created_by, partition_column(), ATTEMPTS.c.cause
+        tag = _each_tag(connection)
+        tagged = select(tag).select_from(RUNS.join(tag.table, true()))
+        return FilterValues(
+            users=distinct(user, readable(connection, select(user))),
+            causes=distinct(cause, readable(connection, select(cause), ATTEMPTS.c.run_uid)),
+            partitions=distinct(partition, readable(connection, select(partition))),
+            tags=distinct(tag, readable(connection, tagged)),
+        )
 
 
 def list_checkpoints(
@@ -319,6 +388,17 @@ def wanted_runs(connection: Connection, query: Select[Any], where: RunFilter) ->
         text = where.search.replace("\0", "")
         named = (one.icontains(text, autoescape=True) for one in (columns.name, columns.run))
         query = query.where(or_(*named, columns.uid == text))
+    if where.users:
+        query = query.where(columns.created_by.in_(where.users))
+    if where.causes:
+        query = query.where(_CAUSE.in_([str(cause) for cause in where.causes]))
+    if where.partitions:
+        query = query.where(partition_column().in_(where.partitions))
+    for one in where.tags:
+        tag = _each_tag(connection)
+        query = query.where(exists(select(tag).where(tag == one)))
+    if where.uids is not None:
+        query = query.where(columns.uid.in_(where.uids))
     if where.created_from is not None:
         query = query.where(columns.created_at >= where.created_from)
     if where.created_to is not None:

@@ -78,8 +78,28 @@ class Fact(TypedDict):
     is_same: bool | None
 
 
+class RunsFact(TypedDict):
+    """One fact of several runs, in their order; `is_same` is null if it is unknown for one.
+
+    `group` is arguments, settings, code, environment or outcome. An absent setting is null.
+    """
+
+    group: str
+    name: str
+    values: list[Any]
+    is_same: bool | None
+
+
+class RunsComparison(TypedDict):
+    """A comparison of runs. `left_out` is how many equal facts were too many to list."""
+
+    runs: list[str]
+    facts: list[RunsFact]
+    left_out: int
+
+
 class Comparison(TypedDict):
-    """A comparison of two checkpoints; `config` contains the differences of their runs' specs."""
+    """A comparison of two checkpoints; `config` contains all keys of their runs' specs."""
 
     one: str
     other: str

@@ -28,6 +28,7 @@ from holdfast.lineage.database.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENT
 from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.queries import reports, views
 from holdfast.lineage.queries.ancestry import ancestry, descent
+from holdfast.lineage.queries.consumers import consumer_nodes, newest_consumers
 from holdfast.lineage.queries.find import (
     Row,
     RunRef,
@@ -94,6 +95,7 @@ def show_run(database: Database, run: str, *, now: float | None = None) -> views
         has_places = spec is not None and bool(spec.resources.fallbacks)
         is_counted = goodput and not has_places
         spans = [] if is_counted else _known_spans(connection, row, attempts, launches)
+        consumers = newest_consumers(connection, row)
     times = {
         "created_at": row["created_at"],
         "until": (None if is_live else row["ended_at"]) or now or time.time(),
@@ -107,7 +109,7 @@ def show_run(database: Database, run: str, *, now: float | None = None) -> views
         for one in attempts
     ]
     places = [cast(views.StretchView, one.as_json()) for one in stretches]
-    return views.run_view(row, shown, goodput, places)
+    return views.run_view(row, shown, goodput, places, consumers)
 
 
 def timeline(database: Database, run: str, *, now: float) -> list[reports.Segment]:
@@ -143,8 +145,8 @@ def lineage_graph(database: Database, run: str) -> views.Graph:
     """Return the lineage graph of a run.
 
     The nodes are the run, its attempts and its checkpoints, and all that their edges reach: the
-    checkpoint from which the run was forked and its ancestors, the run's forks, its exports, and
-    the weights that it was imported from.
+    checkpoint from which the run was forked and its ancestors, the run's forks, its exports, the
+    consumers of its checkpoints, and the weights that it was imported from.
     """
     with database.reading() as connection:
         row = run_row(connection, run)
@@ -154,11 +156,13 @@ def lineage_graph(database: Database, run: str) -> views.Graph:
         edges = _edges_about(connection, row)
         children = _children(connection, row)
         foreign = _ancestors_elsewhere(connection, row, edges, checkpoints)
+        consumers, consumed = consumer_nodes(connection, row)
     nodes = [
         views.run_node(row),
         *(views.attempt_node_of(row["run"], attempt) for attempt in attempts),
         *(views.checkpoint_node(row["run"], checkpoint) for checkpoint in checkpoints),
         *(views.checkpoint_node(one["run"], one) for one in foreign),
+        *consumers,
     ]
     family = [*({**one, "run": row["run"]} for one in checkpoints), *children, *foreign]
     parents: list[views.Edge] = [
@@ -166,7 +170,7 @@ def lineage_graph(database: Database, run: str) -> views.Graph:
         for one in family
         if one["parent"]
     ]
-    shown = [*map(_edge, edges), *parents]
+    shown = [*map(_edge, edges), *parents, *consumed]
     by_id = {node["id"]: node for node in reversed(nodes)}
     known = dict.fromkeys(node["id"] for node in nodes)
     for edge in shown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 from sqlalchemy import Double, func, select
 from sqlalchemy import cast as sql_cast
@@ -17,7 +17,7 @@ from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.queries import reports, views
 from holdfast.lineage.queries.cursors import PAGE_DEFAULT, RowOrder, RowPage, fetch_page
 from holdfast.lineage.queries.find import Row, rows_of, run_row
-from holdfast.lineage.queries.pages import RunFilter, wanted_runs
+from holdfast.lineage.queries.pages import RunFilter, partition_column, wanted_runs
 
 # Queries for a run's metrics and its speed, by launch.
 
@@ -225,6 +225,16 @@ class GoodputTotals(TypedDict):
     money: list[Money]
 
 
+GroupBy = Literal["user", "partition"]
+
+
+class GoodputGroup(TypedDict):
+    """The totals of one user or partition; `name` is null for Slurm's default partition."""
+
+    name: str | None
+    totals: GoodputTotals
+
+
 # What is added up over the runs.
 _STORED: Final = [name for name in StorageTotals.__annotations__ if name != "runs"]
 _MONEY: Final = [name for name in Money.__annotations__ if name != "currency"]
@@ -245,15 +255,45 @@ def storage_totals(database: Database, where: RunFilter) -> StorageTotals:
 
 
 def goodput_totals(database: Database, where: RunFilter) -> GoodputTotals:
-    """Return the total goodput of all matching runs, each up to the last update of its row."""
+    """Return the total goodput of all matching runs, each up to the last update of its row.
+
+    A run without attempts, such as an imported one, has used no time and does not count.
+    """
+    query = select(RUNS.c.goodput).where(RUNS.c.attempts > 0)
     with database.reading() as connection:
-        found = rows_of(connection, wanted_runs(connection, select(RUNS.c.goodput), where))
-    accounts = [row["goodput"] for row in found]
+        found = rows_of(connection, wanted_runs(connection, query, where))
+    return _totals_of(row["goodput"] for row in found)
+
+
+def goodput_groups(database: Database, where: RunFilter, by: GroupBy) -> list[GoodputGroup]:
+    """Return the totals of all matching runs by user or partition, most GPU hours first."""
+    column = RUNS.c.created_by if by == "user" else partition_column()
+    query = select(RUNS.c.goodput, column.label("name")).where(RUNS.c.attempts > 0)
+    with database.reading() as connection:
+        found = rows_of(connection, wanted_runs(connection, query, where))
+    accounts: defaultdict[str | None, list[Any]] = defaultdict(list)
+    for row in found:
+        accounts[row["name"]].append(row["goodput"])
+    groups = [GoodputGroup(name=name, totals=_totals_of(all_)) for name, all_ in accounts.items()]
+    return sorted(groups, key=lambda one: (-one["totals"]["gpu_hours"], one["name"] or ""))
+
+
+def _totals_of(goodputs: Iterable[Any]) -> GoodputTotals:
+    # One odd row, of another version, must not prevent the total of all others.
+    accounts = [one for one in goodputs if _is_account(one)]
     sums = {name: sum(one.get(name) or 0 for one in accounts) for name in _ADDED}
     total_s, training_s = sums["total_s"], sums["training_s"]
     ettr = training_s / total_s if total_s > 0 else None
     totals = {"runs": len(accounts), "ettr": ettr, "money": _money(accounts), **sums}
     return cast(GoodputTotals, totals)
+
+
+def _is_account(goodput: Any) -> bool:
+    """Return True for the account of a run's time whose values can be added up."""
+    if not isinstance(goodput, dict):
+        return False
+    values = [goodput.get(name) for name in (*_ADDED, *_MONEY)]
+    return all(value is None or type(value) in {int, float} for value in values)
 
 
 def _money(accounts: Iterable[Mapping[str, Any]]) -> list[Money]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any, NotRequired, cast
 
 from typing_extensions import TypedDict
 
 from holdfast.contracts.disk.bounds import TIME_MAX
 from holdfast.contracts.disk.paths import checkpoint_id
+from holdfast.contracts.records.consumers import Use
 from holdfast.contracts.spec.steps_total import steps_total
 from holdfast.lineage.ingest.rows import attempt_node
 
@@ -42,14 +43,16 @@ class RunSummary(TypedDict):
     created_by: str
     created_at: str
     ended_at: str | None
+    tags: list[str]
 
 
 class RunRow(RunSummary):
     """One row of the web UI's list of runs: a summary, goodput and the newest losses (`spark`).
 
-    `updated_at` is the time of the run's last change.
+    `updated_at` is the time of the run's last change, and `partition` that of the spec.
     """
 
+    partition: str | None
     updated_at: str
     committed_at: str | None
     steps_total: int | None
@@ -148,6 +151,26 @@ class StretchView(TypedDict):
     currency: str | None
 
 
+class ConsumerView(TypedDict):
+    """A consumer of one checkpoint, and what became of it.
+
+    `event` is that of the spec. `log` is the file with the output of the last start, null before
+    the first one. `metrics` are those that the consumer reported.
+    """
+
+    name: str
+    event: str
+    checkpoint: str
+    step: int
+    state: str
+    tries: int
+    start: int
+    log: str | None
+    reason: str
+    changed_at: str
+    metrics: dict[str, float | str]
+
+
 class RunView(TypedDict):
     """The output of `holdfast show RUN --json`."""
 
@@ -165,11 +188,16 @@ class RunView(TypedDict):
     goodput: dict[str, Any]  # contracts.goodput.Goodput
     stretches: list[StretchView]  # of a run with fallbacks, else empty
     attempts: list[AttemptView]
+    consumers: list[ConsumerView]  # those that are not done yet, and the newest others
     forked_from: str | None
     flow_run: str | None
     created_by: str
     created_at: str
     ended_at: str | None
+    tags: list[str]
+    note: str | None
+    note_by: str | None
+    note_at: str | None
 
 
 class CheckpointView(TypedDict):
@@ -205,6 +233,10 @@ class CheckpointView(TypedDict):
     pinned_at: str | None
     pin_note: str | None
     deleted_by: str | None
+    tags: list[str]
+    note: str | None
+    note_by: str | None
+    note_at: str | None
 
 
 class Node(TypedDict, total=False):
@@ -223,6 +255,11 @@ class Node(TypedDict, total=False):
     path: str
     verified: bool | None
     mirrored: bool
+    # Of a fold, see `lineage.queries.folding`.
+    count: int
+    first_step: int
+    last_step: int
+    consumer: str
 
 
 # The functional form, because `from` is a Python keyword.
@@ -230,10 +267,15 @@ Edge = TypedDict("Edge", {"from": str, "to": str, "kind": str})
 
 
 class Graph(TypedDict):
-    """The output of `holdfast lineage RUN`: nodes are runs, attempts, checkpoints and paths."""
+    """The output of `holdfast lineage RUN`.
+
+    The nodes are runs, attempts, checkpoints, paths, and the consumers of checkpoints.
+    """
 
     nodes: list[Node]
     edges: list[Edge]
+    # The number of nodes without folds, if there may be folds.
+    nodes_total: NotRequired[int]
 
 
 class EventView(TypedDict):
@@ -286,7 +328,15 @@ def _hour_of(hours: int) -> str:
 def run_row(row: Row) -> RunRow:
     """Return a row of the list of runs; see `pages.list_runs` for its columns."""
     own = {"path": row["directory"], "steps_total": steps_total(row["spec"].get("config") or {})}
+    own["partition"] = partition_of(row["spec"])
     return cast(RunRow, _view(RunRow, row, **own, spark=row["spark"] or []))
+
+
+def partition_of(spec: Mapping[str, Any]) -> str | None:
+    """Return the Slurm partition that a recorded spec asks for first, or None."""
+    resources = spec.get("resources")
+    found = resources.get("partition") if isinstance(resources, dict) else None
+    return found if isinstance(found, str) and found else None
 
 
 def storage_row(run: Row, prunable: Sequence[Row]) -> StorageRow:
@@ -301,9 +351,10 @@ def run_view(
     attempts: list[AttemptView],
     goodput: dict[str, Any],
     stretches: list[StretchView],
+    consumers: list[ConsumerView],
 ) -> RunView:
     own = {"goodput": goodput, "stretches": stretches, "attempts": attempts}
-    own["path"] = run["directory"]
+    own |= {"consumers": consumers, "path": run["directory"]}
     return cast(RunView, _view(RunView, run, **own))
 
 
@@ -371,4 +422,16 @@ def checkpoint_node(run: str, row: Row) -> Node:
         pinned=row["pinned"],
         rolled_back=row["rolled_back"],
         path=row["path"],
+    )
+
+
+def consumer_node(run: str, use: Use) -> Node:
+    """Return the node of a consumer of one checkpoint."""
+    return Node(
+        id=f"{checkpoint_id(run, use.checkpoint)}/{use.consumer}",
+        kind="consumer",
+        run=run,
+        step=use.step,
+        state=str(use.state),
+        consumer=use.consumer,
     )
