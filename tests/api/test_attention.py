@@ -15,7 +15,7 @@ from tests.api.conftest import Served, serving, wait_for
 from tests.support.runs import RunFolder
 from tests.web.sample_runs import RunScript, clock
 
-from holdfast.api.acknowledgements import FILE
+from holdfast.api.attention import FILE
 from holdfast.api.tokens import Role
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.records.history import load_events

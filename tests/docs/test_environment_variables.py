@@ -25,8 +25,8 @@ from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import HoldfastError, NoticeError, SpecError
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.spec.checkpoint import doubling_steps, write_limit
-from holdfast.flows.flow_run_link import artifacts
 from holdfast.flows.parameters import load_spec
+from holdfast.flows.train import artifacts
 from holdfast.lineage.database.engine import parse_url
 from holdfast.trainer.config import config
 from holdfast.trainer.mirror import s3

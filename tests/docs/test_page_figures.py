@@ -17,9 +17,8 @@ from holdfast.contracts.disk import journal, manifest, reading
 from holdfast.contracts.spec.sections import Numerics, Supervision
 from holdfast.contracts.states import Cause
 from holdfast.flows.supervisor import limits, summary
-from holdfast.trainer import metrics
+from holdfast.trainer import importing, metrics
 from holdfast.trainer.export import __main__ as export
-from holdfast.trainer.importing import write
 from holdfast.trainer.mirror import upload, worker
 from holdfast.trainer.numerics import detector
 from holdfast.trainer.trackers import sink
@@ -127,7 +126,7 @@ PAGES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "weights": (
         f"shards of at most {export.SHARD_BYTES / 1e9:g} GB",
-        f"in pieces of {write.PIECE_BYTES / MIB:g} MiB",
+        f"in pieces of {importing.PIECE_BYTES / MIB:g} MiB",
     ),
     "session": (
         f"more than {metrics.CHECKPOINT_BYTES_MAX / 1024:g} KiB",

@@ -33,7 +33,7 @@ from holdfast.flows.imports import import_run
 from holdfast.flows.supervisor.flow_lock import FlowLock
 from holdfast.trainer import load_checkpoint, load_pretrained
 from holdfast.trainer.export.__main__ import main as export
-from holdfast.trainer.importing.__main__ import main as import_into
+from holdfast.trainer.importing import main as import_into
 from holdfast.workers.runs import operator
 
 UID: Final = "0" * 32

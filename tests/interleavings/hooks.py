@@ -198,10 +198,10 @@ class Hooks:
         return True
 
     def _open_inside(self, real: Callable[..., int]) -> Callable[..., int]:
-        def replaced(base: int, relative: str, flags: int, mode: int, follow: bool) -> int:
+        def replaced(base: int, relative: str, flags: int, follow: bool) -> int:
             if not flags & os.O_DIRECTORY:
                 self._opened(relative, flags, base)
-            return real(base, relative, flags, mode, follow)
+            return real(base, relative, flags, follow)
 
         return replaced
 

@@ -54,7 +54,7 @@ def by_kernel(run: Path, name: str, follow: bool) -> int:
 def by_walk(run: Path, name: str, follow: bool) -> int:
     base = os.open(run, os.O_PATH | os.O_DIRECTORY)
     try:
-        return walk_inside(base, name, FLAGS, 0, follow)
+        return walk_inside(base, name, FLAGS, follow)
     finally:
         os.close(base)
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 from holdfast.contracts.disk.paths import IMPORTED, RunPaths
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, KeyMismatchError
 from holdfast.trainer.export.forms import appearing
-from holdfast.trainer.importing.__main__ import import_into
+from holdfast.trainer.importing import import_into
 from holdfast.trainer.sources.find import open_source
 from holdfast.trainer.sources.safetensors_file import TYPES, parse_header
 from holdfast.trainer.sources.tensors import rights_of, select

@@ -28,9 +28,9 @@ from holdfast.contracts.records.history import (
 from holdfast.contracts.records.history_cache import HistoryReader, load_tallied
 from holdfast.contracts.records.tally import RECENT_MAX
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows.flow_run_link import state_name
 from holdfast.flows.supervisor.limits import new_findings
 from holdfast.flows.supervisor.summary import recorded_progress
+from holdfast.flows.train import state_name
 from holdfast.workers.checkpoints.retention import checkpoints_in_use
 from holdfast.workers.decisions.growth import grow_delay
 from holdfast.workers.decisions.policy import decide

@@ -11,8 +11,7 @@ import pytest
 from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.trainer.trackers.logged import DIGITS, NONE, LoggedStep
-from holdfast.trainer.trackers.sink import ReportedMetrics, TrackerSink
+from holdfast.trainer.trackers.sink import DIGITS, NONE, LoggedStep, ReportedMetrics, TrackerSink
 from holdfast.trainer.trackers.tracker import TrackedRun, Tracker
 from holdfast.trainer.trackers.wandb import CHECKPOINT_STEP, WandbTracker
 

@@ -1,14 +1,17 @@
-"""The exit statuses of Holdfast's programs and their meaning. The documentation's table."""
+"""The exit statuses of Holdfast's programs, with their meaning, and of its errors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Final
 
 from holdfast.cli.shared import exit_status as status
+from holdfast.cli.shared.exit_status import exit_status
+from holdfast.contracts import errors
 from holdfast.trainer.process import standby
 from holdfast.workers.agent import guard
+from holdfast_docs.markdown import code, section, sentence, table
 
 _number: Final = attrgetter("number")
 
@@ -30,3 +33,36 @@ EXIT_STATUSES: Final[Mapping[str, Mapping[int, str]]] = {
         "was not needed",
     },
 }
+
+
+def render() -> str:
+    """A table for each program that Holdfast starts or offers, and one of the errors."""
+    parts = [
+        section(
+            2,
+            code(program),
+            table(
+                ("status", "meaning"),
+                [(code(status), sentence(meaning)) for status, meaning in statuses.items()],
+            ),
+        )
+        for program, statuses in EXIT_STATUSES.items()
+    ]
+    rows = [
+        (code(kind.__name__), code(status), sentence(_first_line(kind)))
+        for kind, status in statuses_of_errors()
+    ]
+    parts.append(section(2, "Errors", table(("error", "status", "meaning"), rows)))
+    return "\n".join(parts)
+
+
+def statuses_of_errors() -> Iterator[tuple[type[errors.HoldfastError], int]]:
+    """Each error that Holdfast raises on purpose, with the status of a command that it ends."""
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, errors.HoldfastError):
+            # The status depends on the class alone, and some need arguments.
+            yield kind, exit_status(kind.__new__(kind))
+
+
+def _first_line(kind: type) -> str:
+    return (kind.__doc__ or "").partition("\n\n")[0]

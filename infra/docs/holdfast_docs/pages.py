@@ -10,12 +10,12 @@ from typing import Final
 from holdfast_docs import (
     cli_page,
     events_page,
-    exits_page,
+    exit_statuses,
     metrics_page,
     python_page,
     rest_page,
     spec_page,
-    variables_page,
+    variables,
 )
 
 PAGES: Final[Mapping[str, Callable[[], str]]] = {
@@ -24,8 +24,8 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "rest": rest_page.render,
     "events": events_page.render,
     "metrics": metrics_page.render,
-    "variables": variables_page.render,
-    "exits": exits_page.render,
+    "variables": variables.render,
+    "exits": exit_statuses.render,
 }
 # autodoc documents the Python API on the site, so a reader of the checkout alone needs this one.
 CHECKOUT_PAGES: Final[Mapping[str, Callable[[], str]]] = {**PAGES, "python": python_page.render}

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Final
 
 from holdfast.contracts import environment
+from holdfast_docs.markdown import code, section, sentence, table
 
 
 class Setter(StrEnum):
@@ -225,3 +226,20 @@ VARIABLES: Final = (
         "with the value `cpu`, `make test-gpu` runs the GPU tests whose logic needs no GPU",
     ),
 )
+
+
+def render() -> str:
+    """A table for each kind of setter."""
+    parts = []
+    for setter in Setter:
+        rows = [
+            (
+                code(one.name),
+                sentence(one.default) if one.default else "none",
+                sentence(one.meaning),
+            )
+            for one in VARIABLES
+            if one.setter is setter
+        ]
+        parts.append(section(2, setter.value, table(("variable", "default", "meaning"), rows)))
+    return "\n".join(parts)

@@ -245,7 +245,7 @@ class Bundle:
     unknown_secrets: list[str]
 
 
-def make_bundle(paths: RunPaths, *, now: float | None = None) -> Bundle:
+def make_bundle(paths: RunPaths) -> Bundle:
     """Return the archive of a run.
 
     Raises `UnreadableRunError` if the spec cannot be read: without it, the run's secrets are
@@ -281,7 +281,7 @@ def make_bundle(paths: RunPaths, *, now: float | None = None) -> Bundle:
         "format": FORMAT,
         "folder": f"holdfast-{paths.name}",
         "run": paths.name,
-        "made_at": now or time.time(),
+        "made_at": time.time(),
         "holdfast": holdfast_version(),
         # These may be in the files unless they look like secrets: their values are not known here.
         "secrets_without_a_value_here": unknown,

@@ -57,6 +57,8 @@ DOCUMENT_BYTES_MAX: Final = 16 * 1024 * 1024
 LINKS_MAX: Final = 40
 TRIES_MAX: Final = 16
 # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+# Of a new file, before the umask.
+MODE: Final = 0o666
 _READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 # Where the kernel shows the folders that this process holds open.
 HELD: Final = Path("/proc/self/fd")
@@ -132,7 +134,6 @@ def open_beneath(
     path: Path | str,
     flags: int,
     *,
-    mode: int = 0o666,
     below: Path | None = None,
     follow: bool = False,
 ) -> int:
@@ -144,11 +145,11 @@ def open_beneath(
     flags |= os.O_CLOEXEC
     try:
         if below is None:
-            return os.open(path, flags | os.O_NOFOLLOW, mode)
+            return os.open(path, flags | os.O_NOFOLLOW, MODE)
         relative = Path(path).relative_to(below)
         base = os.open(below, _FOLDER)
         try:
-            return _open_inside(base, str(relative), flags, mode, follow)
+            return _open_inside(base, str(relative), flags, follow)
         finally:
             os.close(base)
     except OSError as error:
@@ -178,11 +179,11 @@ def is_mine(path: Path) -> bool:
     return path.lstat().st_uid in {os.geteuid(), 0}
 
 
-def _open_inside(base: int, relative: str, flags: int, mode: int, follow: bool) -> int:
+def _open_inside(base: int, relative: str, flags: int, follow: bool) -> int:
     """Open `relative` under the folder `base` with `openat2`, else with `walk_inside`."""
     for _ in range(TRIES_MAX):
         try:
-            return _openat2()(base, relative, flags, mode, follow)
+            return _openat2()(base, relative, flags, follow)
         except OSError as error:
             # A rename on the path happened meanwhile, so the kernel asks for a retry.
             if error.errno == errno.EAGAIN:
@@ -191,16 +192,16 @@ def _open_inside(base: int, relative: str, flags: int, mode: int, follow: bool) 
             if error.errno not in {errno.ENOSYS, errno.EPERM, errno.EINVAL}:
                 raise
             break
-    return walk_inside(base, relative, flags, mode, follow)
+    return walk_inside(base, relative, flags, follow)
 
 
 @functools.cache
-def _openat2() -> Callable[[int, str, int, int, bool], int]:
+def _openat2() -> Callable[[int, str, int, bool], int]:
     libc = ctypes.CDLL(None, use_errno=True)
 
-    def call(base: int, relative: str, flags: int, mode: int, follow: bool) -> int:
+    def call(base: int, relative: str, flags: int, follow: bool) -> int:
         resolve = _BENEATH | _NO_MAGIC_LINKS | (0 if follow else _NO_LINKS)
-        how = _How(flags, mode if flags & os.O_CREAT else 0, resolve)
+        how = _How(flags, MODE if flags & os.O_CREAT else 0, resolve)
         found = libc.syscall(
             ctypes.c_long(_OPENAT2),
             ctypes.c_int(base),
@@ -216,7 +217,7 @@ def _openat2() -> Callable[[int, str, int, int, bool], int]:
     return call
 
 
-def walk_inside(base: int, relative: str, flags: int, mode: int, follow: bool) -> int:
+def walk_inside(base: int, relative: str, flags: int, follow: bool) -> int:
     """Open a path part by part, like `openat2`, for kernels and containers without that call."""
     parts, links = deque(Path(relative).parts), 0
     handles = [os.dup(base)]
@@ -232,7 +233,7 @@ def walk_inside(base: int, relative: str, flags: int, mode: int, follow: bool) -
             try:
                 # Relative to the folder that is already open, so a folder that is replaced
                 # meanwhile cannot redirect the walk.
-                handles.append(os.open(part, wanted | os.O_NOFOLLOW, mode, dir_fd=handles[-1]))
+                handles.append(os.open(part, wanted | os.O_NOFOLLOW, MODE, dir_fd=handles[-1]))
             except OSError as error:
                 target = _link_target(part, handles[-1])
                 if target is None:

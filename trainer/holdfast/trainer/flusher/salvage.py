@@ -99,15 +99,13 @@ def agree(
     abandoned: Callable[[], str | None],
     lost: Callable[[], Collection[int]] = frozenset,
     held_for: Callable[[int], Collection[int]] = no_copies,
-    timeout_s: float | None = None,
 ) -> Agreed:
     """Return the step that all nodes commit.
 
     `table` is the table of any sealed slot. `held_for` returns the steps of a lost node of which
-    this node has intact copies. `timeout_s` defaults to `LISTS_WAIT_S` plus the delay of the file
-    system. Raises `SaveError` on all nodes if one writes no list in time, if nobody can write the
-    files of a node in `lost`, or if `abandoned` returns a reason on one of them. Raises `OSError`
-    if the folder is not usable.
+    this node has intact copies. Raises `SaveError` on all nodes if one writes no list in time, if
+    nobody can write the files of a node in `lost`, or if `abandoned` returns a reason on one of
+    them. Raises `OSError` if the folder is not usable.
     """
     node, nodes = table.node, table.nodes
     if nodes == 1:
@@ -116,7 +114,7 @@ def agree(
     make_directory(folder)
     # The list is durable and complete before another node can read it.
     write_bytes(_list_path(folder, node), to_json({"node": node, "steps": list(steps)}))
-    timeout_s = LISTS_WAIT_S + delay_s(folder) if timeout_s is None else timeout_s
+    timeout_s = LISTS_WAIT_S + delay_s(folder)
     began, listed = time.monotonic(), frozenset[int]()
     lists: dict[int, list[int]] = {node: list(steps)}
     while not is_there(folder / ANSWER):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
 
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.manifest import Manifest, read_manifest
@@ -21,6 +24,7 @@ from holdfast.trainer.metrics import Recorder, that_fit
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.ranks import raise_problems
 from holdfast.trainer.process.collector import pause_collection
+from holdfast.trainer.ranks import forks
 from holdfast.trainer.ranks.collective import ControlGroup, attempt, problem_of
 from holdfast.trainer.ranks.rank_context import RankContext
 from holdfast.trainer.saving.engine import CheckpointEngine
@@ -574,3 +578,29 @@ class Saver:
             return {}
         self.flush_s = manifest.flush_s
         return {"bytes": manifest.bytes, "flush_s": manifest.flush_s}
+
+
+class UpdateHook:
+    """Completes the copies of a saver before any optimizer of the process steps.
+
+    `close` must be called. A step that torch compiles runs no such hook. The session then finds at
+    the step boundary that the tensors have changed.
+    """
+
+    def __init__(self, saver: Saver) -> None:
+        # Without a reference: torch keeps the hook, and the saver leads to the session.
+        held, owner = weakref.ref(saver), forks.count
+
+        def complete(*_: Any) -> None:
+            if is_dynamo_compiling():
+                return
+            its = held()
+            # A forked child has the copy, and not the thread that makes it.
+            if its is not None and its.is_copying and forks.count == owner:
+                its.complete_copy()
+
+        self._handle = register_optimizer_step_pre_hook(complete)
+
+    def close(self) -> None:
+        """Stop hearing."""
+        self._handle.remove()

@@ -47,14 +47,13 @@ from holdfast.trainer.pacing.pace import Pace
 from holdfast.trainer.process import child_signals
 from holdfast.trainer.process.signals import SignalFlags
 from holdfast.trainer.ranks.rank_context import RankContext, open_control_group, open_rank_context
-from holdfast.trainer.saving.saver import Captured, Saver
+from holdfast.trainer.saving.saver import Captured, Saver, UpdateHook
 from holdfast.trainer.session.lifetime import Lifetime, claimed, release, while_open
 from holdfast.trainer.session.loop import Loop
 from holdfast.trainer.session.rank_metrics import RankMetrics
 from holdfast.trainer.session.settings import Settings
 from holdfast.trainer.session.stop_coordinator import StopCoordinator
 from holdfast.trainer.session.streaming import StreamMethods
-from holdfast.trainer.session.updates import UpdateHook
 from holdfast.trainer.slots.modes import Staging
 from holdfast.trainer.state.fresh import ResumeFit
 from holdfast.trainer.state.local_buffers import warn_of_local_buffers

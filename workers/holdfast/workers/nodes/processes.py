@@ -87,14 +87,11 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def end_processes(
-    processes: Iterable[psutil.Process],
-    *,
-    term_wait_s: float = TERM_WAIT_S,
-    kill_wait_s: float = KILL_WAIT_S,
+    processes: Iterable[psutil.Process], *, term_wait_s: float = TERM_WAIT_S
 ) -> list[int]:
     """Send TERM, wait, send KILL, wait; return the ids of the processes that are still alive."""
     alive = [p for p in processes if p.pid != os.getpid()]
-    for number, wait_s in ((signal.SIGTERM, term_wait_s), (signal.SIGKILL, kill_wait_s)):
+    for number, wait_s in ((signal.SIGTERM, term_wait_s), (signal.SIGKILL, KILL_WAIT_S)):
         if number == signal.SIGTERM and term_wait_s <= 0:
             continue
         for process in alive:

@@ -610,12 +610,12 @@ def listed_jobs(age_s: float = JOBS_AGE_S, since: float = 0.0) -> dict[str, JobL
     return {row[0]: _job(row) for row in rows}
 
 
-def listed_starts(age_s: float = JOBS_AGE_S, since: float = 0.0) -> dict[str, JobLine]:
+def listed_starts(since: float = 0.0) -> dict[str, JobLine]:
     """Return what `listed_jobs` returns, with `Restarts` among the fields.
 
     Only for clusters that restart jobs, because the options need a newer Slurm.
     """
-    rows = _rows(["-O", _LONG_FORMAT], 9, age_s=age_s, since=since)
+    rows = _rows(["-O", _LONG_FORMAT], 9, age_s=JOBS_AGE_S, since=since)
     found = {}
     for *row, restarts, name in rows:
         line = _job([*row, name.removesuffix("|")])

@@ -151,8 +151,6 @@ class FetchStates:
 
     def resume(self, saved: dict[str, Any], skipped: int) -> None:
         """Prepare a resume within an epoch, after `skipped` of its batches."""
-        # Checkpoints of earlier versions lack the generators of the data.
-        saved = {"data": {"fetch": {}, "now": {}}, **saved}
         self._saved, self._skipped = saved, skipped
         if saved["fetched"] > skipped:
             self._first = saved["fetch"], saved["data"]["fetch"]

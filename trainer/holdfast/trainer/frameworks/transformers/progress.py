@@ -227,11 +227,8 @@ class RankShare:
         fetches, is_same_epoch = self.loaded["fetches"], self.loaded["epoch"] == epoch
         if skipped:
             self._fetches.resume(fetches, skipped)
-        # Checkpoints of earlier versions lack the generators.
-        if "generators" in fetches:
-            self._fetches.generators.resume(fetches["generators"], is_same_epoch=is_same_epoch)
-        if "data" in fetches:
-            self._fetches.data.load_state_dict(fetches["data"]["now"])
+        self._fetches.generators.resume(fetches["generators"], is_same_epoch=is_same_epoch)
+        self._fetches.data.load_state_dict(fetches["data"]["now"])
 
 
 class _HistoryText:
