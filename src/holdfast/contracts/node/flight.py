@@ -51,8 +51,9 @@ class CollectiveCall:
 class GroupFlight:
     """What one rank did in one process group.
 
-    `members` are the group's global ranks, as `span_text` writes them. They are empty if the record
-    does not name them, as with gloo. `newest` is the last collective that the rank called, and `first` the first one that has not finished, if any.
+    `members` are the group's global ranks, as `span_text` writes them, or empty if the record does
+    not name them, as with gloo. `newest` is the last collective that the rank called, and `first`
+    the first one that has not finished, if any.
     """
 
     name: str
