@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from tests.support.cli_calls import Call
@@ -42,6 +43,16 @@ def test_json_has_the_whole_timeline(call: Call, root: Path) -> None:
     assert SECRET not in printed.out
     assert (fine["attempt"], fine["entries"]) == (None, [])
     assert call("show", "healthy", "--errors").out == "run healthy: no attempt has errors\n"
+
+
+def test_a_run_without_its_folder_is_explained_by_the_index(call: Call, root: Path) -> None:
+    run = crashed_run(root)
+    before = call("show", "crashed", "--errors", "--json").json
+    shutil.rmtree(run.paths.directory)
+    after = call("show", "crashed", "--errors", "--json")
+    assert after.status == 0, after
+    assert "no longer exists" in after.err
+    assert (after.json["attempt"], after.json["first"]["ranks"]) == (2, before["first"]["ranks"])
 
 
 def test_other_views_cannot_be_combined_with_errors(call: Call, root: Path) -> None:
