@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.endings.crashes import capture_crash
 from tests.endings.endings import CRASHES, EVERY, JOBS
+from tests.endings.hangs import HANGS, HANGS_FOLDER, capture_hang
 from tests.endings.jobs import capture_jobs
 from tests.endings.records import FOLDER, write_record
 from tests.endings.variants import VARIANTS, VARIANTS_FOLDER
@@ -25,6 +26,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--into", type=Path, default=FOLDER, metavar="FOLDER")
     options = parser.parse_args(arguments)
     known = {ending.name for ending in (*EVERY, *VARIANTS) if ending.is_confirmed}
+    known |= {hang.name for hang in HANGS}
     if unknown := set(options.only) - known:
         parser.error(f"{', '.join(sorted(unknown))}: no such ending; known: {sorted(known)}")
     wanted = set(options.only) or known
@@ -36,6 +38,9 @@ def main(arguments: list[str]) -> None:
         if variant.name in wanted:
             inputs, private = capture_crash(variant)
             _keep(variant.name, inputs, private, options.into / VARIANTS_FOLDER.name)
+    for hang in HANGS:
+        if hang.name in wanted:
+            print(capture_hang(hang, options.into / HANGS_FOLDER.name), flush=True)
     for name, inputs, private in capture_jobs([job for job in JOBS if job.name in wanted]):
         _keep(name, inputs, private, options.into)
 

@@ -19,6 +19,7 @@ from holdfast.flows.supervisor.submission import submit_next
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.lineage.queries import pages, run_queries
+from holdfast.workers.decisions.blame import HUNG_IN_LOAD
 
 pytestmark = pytest.mark.more
 
@@ -49,9 +50,10 @@ session.close()
 dist.destroy_process_group()
 """
 
-# The state of an object at step 20 is one that its library cannot load.
+# The state of an object at step 20 is one that its library cannot load: it aborts, or one of the
+# ranks never returns from it.
 FRAGILE = f"""
-import os, torch, torch.distributed as dist
+import os, signal, sys, torch, torch.distributed as dist
 from holdfast.trainer import Session
 
 class Fragile:
@@ -62,7 +64,13 @@ class Fragile:
 
     def load_state_dict(self, state):
         if state["step"] == {POISONED}:
-            os.abort()
+            fail_to_load()
+
+def fail_to_load():
+    if sys.argv[1:] != ["hang"]:
+        os.abort()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -87,6 +95,7 @@ def supervised(
     index: Index,
     *,
     program: str = PROGRAM,
+    arguments: tuple[str, ...] = (),
     restarts_in_place: int = 3,
     budget: int = 9,
     **more: Any,
@@ -94,7 +103,7 @@ def supervised(
     (folder / "program.py").write_text(program)
     spec = {
         "name": "kelp",
-        "command": ["program.py"],
+        "command": ["program.py", *arguments],
         "launch": {"working_directory": str(folder)},
         "resources": {"gpus_per_node": 1},
         "environment": {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RANK_FORKS)},
@@ -105,6 +114,7 @@ def supervised(
             "backoff_s": 0,
             "standby_after_s": "off",
             "restarts_in_place": restarts_in_place,
+            "silence_s": {"load": 4},
             "budgets": {Cause.USER_ERROR: budget, Cause.UNKNOWN: budget},
         },
         **more,
@@ -176,3 +186,21 @@ def test_a_checkpoint_that_cannot_be_loaded_is_blamed(tmp_path: Path, index: Ind
     assert len(blame.data["launches"]) == 3
     assert blame.data["crash"] == "SIGABRT while it loaded"
     assert "ended in the same way while they loaded it" in blame.data["reason"]
+
+
+def test_a_checkpoint_in_whose_load_a_rank_stops_is_blamed(tmp_path: Path, index: Index) -> None:
+    paths, state = supervised(
+        tmp_path, index, program=FRAGILE, arguments=("hang",), resources={"gpus_per_node": 2}
+    )
+    assert state is RunState.COMPLETED
+    assert resumed_steps(paths) == [0, 10], "no launch has resumed from step 20"
+    confirmed = of_kind(paths, EventKind.HANG_CONFIRMED)
+    assert len(confirmed) == 3
+    for event in confirmed:
+        phases = {one["rank"]: one["phase"] for one in event.data["silent"]}
+        assert phases[1] == "load", "the rank that stopped is named with its phase"
+        assert "rank 1 at fail_to_load" in event.data["finding"]
+    (blame,) = of_kind(paths, EventKind.ROLLED_BACK)
+    assert blame.data["to"].startswith("step-00000010.a0001.")
+    assert blame.data["crash"] == HUNG_IN_LOAD
+    assert len(blame.data["launches"]) == 3

@@ -13,12 +13,14 @@ from urllib.parse import quote
 
 import pytest
 from tests.support.cli_calls import Call
+from tests.support.series import sample_gpu, write_gpus, write_ranks
 from tests.unit.test_cli import ended_run
 
 from holdfast.cli.support import bundle as bundles
 from holdfast.cli.support.bundle import Archive, spellings
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
+from holdfast.workers.nodes.series import RankTimes
 
 __all__ = ["ended_run"]
 # Values that are secret because the spec or a document says so; no format gives them away.
@@ -37,7 +39,7 @@ BY_FORM: Final = {
     "gitlab": ("glpat-{} is used", "Zx9Yw8Vu7Ts6Rq5Po4"),
     "openai": ("client sk-{}", "proj1234567890abcdefghijk"),
     "slack": ("xoxb-{}", "1234567890-abcdefghij"),
-    "aws": ("using AKIA{} now", "ABCDEFGHIJKLMNOP"),
+    "aws": ("using AKIA{} now", "QWERTZUIOPASDFGH"),
     "google": ("AIza{}", "SyA1234567890abcdefghijklmnopqrs"),
     "jwt": ("got eyJ{}", "hbGciOiJIUzI1.eyJzdWIiOiIxMjM0.SflKxwRJSMeKKF2QT4"),
     "holdfast": ("hold_0a1b2c3d_{}", "v" * 43),
@@ -80,7 +82,7 @@ def plant(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> AttemptPaths:
     (attempt.logs / "77_0_log.err").write_text(f"Traceback\n{said}\n{bare}")
     (attempt.logs / "77_submitted.pkl").write_text(bare)
     dump = attempt.dump(0, 1)
-    dump.mkdir(parents=True)
+    dump.mkdir(parents=True, exist_ok=True)
     (dump / "rank-00000.txt").write_text(f'File "train.py", line 3\n  token = "{REFERRED}"')
     attempt.channel.write_text(json.dumps({"token": REFERRED}))
     run.private.mkdir()
@@ -88,10 +90,33 @@ def plant(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> AttemptPaths:
     with JournalWriter(run.journal_of("cli")) as journal:
         for text, value in BY_FORM.values():
             journal.append(EventKind.NOTE, text=text.format(value), api_key=value)
-        journal.append(EventKind.NOTE, text=bare, nested={"deep": [{"password": 12345678}]})
+        journal.append(EventKind.NOTE, text=bare, nested={"deep": [{"password": 97531864}]})
+    plant_slowness(attempt, said, bare)
     with (run.journal / "damaged.jsonl").open("w") as stream:
         stream.write(f'{{"kind": "note", "password": "{FROM_SPEC["SMTP_PASS"]}", \n{said}\n')
     return attempt
+
+
+def plant_slowness(attempt: AttemptPaths, said: str, bare: str) -> None:
+    """Write the secrets where a run has what was slow: journal lines and series of a node."""
+    with JournalWriter(attempt.node_journal(0)) as journal:
+        slow: dict[str, Any] = {"attempt": 1, "launch": 1, "slow": True}
+        text = f"n7 is slow: {said}"
+        journal.append(EventKind.NODE_SLOW, host=f"n7 {REFERRED}", text=text, **slow)
+        journal.append(EventKind.LINK_SLOW, hosts=["n6", "n7"], text=bare, **slow)
+        journal.append(EventKind.SLOWDOWN_TESTED, attempt=1, step=7, api_key=REFERRED, links=[310])
+    write_ranks(
+        attempt,
+        lambda rank, _: RankTimes(1.0 + rank, 0.1, 0.2),
+        start=1e9,
+        buckets=9,
+        host=REFERRED,
+    )
+    beats = [(sample_gpu(0, bucket),) for bucket in range(9)]
+    write_gpus(attempt, beats, start=1e9, host=REFERRED)
+    record = attempt.dump(0, 1) / "nccl-rank-00000"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(bare)
 
 
 def test_twenty_planted_secrets_are_not_in_the_archive(
@@ -107,7 +132,7 @@ def test_twenty_planted_secrets_are_not_in_the_archive(
         forms = {value, *value.splitlines(), json.dumps(value)[1:-1], quote(value, safe="")}
         for form in (*forms, base64.b64encode(value.encode()).decode()):
             assert [name for name, text in files.items() if form in text] == [], form
-    assert not any("12345678" in text for text in files.values())
+    assert not any("97531864" in text for text in files.values())
     assert KEY_LINE not in "".join(files.values())
     for needed in ("spec.json", "versions.json", "attempts/0001/request.json"):
         assert needed in files
@@ -118,6 +143,29 @@ def test_twenty_planted_secrets_are_not_in_the_archive(
     assert "train.py" in files["attempts/0001/dumps/node-0000-01/rank-00000.txt"]
     assert not [name for name in files if name.endswith((".pkl", "channel.json", "secrets.json"))]
     assert out.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_was_slow_is_in_the_archive(
+    call: Call, ended_run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(ended_run, monkeypatch)
+    out = tmp_path / "report.tar.gz"
+    assert call("bundle", "kelp", "--out", out).status == 0
+    files = contents(out)
+    lines = json.loads(files["slowness.json"])
+    assert [one["kind"] for one in lines] == ["node_slow", "link_slow", "slowdown_tested"]
+    assert lines[0]["data"]["text"].startswith("n7 is slow: the hub got ")
+    assert lines[1]["data"]["hosts"] == ["n6", "n7"]
+    assert lines[2]["data"]["links"] == [310]
+    ranks = json.loads(files["attempts/0001/series/ranks-step.json"])
+    assert [one["step_s"] for one in ranks["worst"]] == [2.0, 1.0]
+    assert (ranks["buckets"], len(ranks["rows"])) == (9 * 10, 2)
+    assert json.loads(files["attempts/0001/series/ranks-own.json"])["value"] == "own"
+    (gpu,) = json.loads(files["attempts/0001/series/gpus-0000.json"])["gpus"]
+    assert max(gpu["temperature_c"]) >= 60
+    left_out = {one["name"] for one in json.loads(files["MANIFEST.json"])["left_out"]}
+    assert "attempts/*/dumps/*/nccl-rank-*" in left_out
+    assert not [name for name in files if "nccl-rank" in name]
 
 
 def test_the_manifest_lists_the_files_and_what_is_left_out(

@@ -217,11 +217,13 @@ def show_rows(w: World) -> dict[str, bool]:
     watched = w.seen_until_the_end("show", "brief", "--watch")
     spec = w("show", "gpt", "--spec").out
     differing = w.json("show", "gpt", "kelp", "--diff")["keys"]
+    errors = w("show", "gpt", "--errors").out
     assert w("show", "gpt", "--diff").status == 2
     return {
         "--diff": [one["value"] for one in differing["checkpoint.keep.last"]] == [None, 2]
         and "resources.nodes" not in differing
         and "have the same values" in w("show", "gpt", "gpt", "--diff").out,
+        "--errors": "first cause: " in errors and "first cause: " not in w("show", "gpt").out,
         "--watch": watched.count("folder") >= 2 and "failed" in watched,
         "--spec": "resources.gpus_per_node" in spec
         and "resources.gpus_per_node" not in w("show", "gpt").out,

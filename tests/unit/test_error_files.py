@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from holdfast.api.errors.files import ERROR_FILE_BYTES_MAX, ErrorFiles, ReadBudget
+from holdfast.api.errors.files import ERROR_FILE_BYTES_MAX, READ_S, ErrorFiles, ReadBudget
 from holdfast.api.errors.models import ErrorSource
 from holdfast.api.errors.records import LaunchEnd
 from holdfast.api.errors.stacks import blame_text, group_flights, group_stacks, read_stacks
+from holdfast.api.errors.timeline import EqualErrors, merge_errors
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.node.flight import CollectiveCall, GroupFlight, RankFlight
@@ -96,6 +99,32 @@ def test_logs_of_a_node_that_took_another_place_are_found(attempt: AttemptPaths)
     link.parent.mkdir(parents=True)
     link.symlink_to(os.path.relpath(folder / "stderr.log", link.parent))
     assert (3, "exception", 50.0, "node-a") in read(attempt)
+
+
+@pytest.mark.more
+def test_the_files_of_4096_ranks_are_read_and_merged_within_the_bound(
+    attempt: AttemptPaths,
+) -> None:
+    frames = "".join(f'  File "m{n}.py", line {n}, in f\n    return f(x)\n' for n in range(25))
+    for rank in range(4096):
+        text = f"Traceback (most recent call last):\n{frames}OSError: rank {rank}: closed by peer\n"
+        error_file(make_rank(attempt, rank, node=rank // 8, local=rank % 8), text, at=50 + rank % 9)
+
+    def merged() -> list[EqualErrors]:
+        # CPU time is compared instead, because a loaded machine needs longer.
+        files = ErrorFiles(attempt, HOSTS, ReadBudget(ends_at=math.inf))
+        return merge_errors(files.of_ranks(END), {1: END})
+
+    began = time.process_time()
+    first, peers = merged()
+    assert time.process_time() - began < READ_S
+    assert (first.ranks, len(peers.records)) == ([1], 4095)
+    tracemalloc.start()
+    try:
+        merged()
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -276,13 +277,19 @@ def test_hostile_records_are_refused_with_a_reason(tmp_path: Path) -> None:
     assert not (tmp_path / "evil").exists()
 
 
-def test_a_record_of_two_gigabytes_is_refused_unread(tmp_path: Path) -> None:
-    path = tmp_path / "nccl-rank-00000"
-    with open(path, "wb") as stream:
-        stream.write(b"\x80\x02}(")
-        stream.truncate(2 << 30)
+def test_records_of_two_gigabytes_are_refused_unread(tmp_path: Path) -> None:
+    for name in ("nccl-rank-00000", FILE):
+        with open(tmp_path / name, "wb") as stream:
+            stream.write(b"\x80\x02}(")
+            stream.truncate(2 << 30)
     began = time.process_time()
-    (found,) = read_records(tmp_path)
+    tracemalloc.start()
+    try:
+        (found,) = read_records(tmp_path)
+        assert read_summaries(tmp_path) is None
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
     assert f"expected {RECORD_BYTES_MAX} or less" in found.problem
     assert time.process_time() - began < 0.5
 

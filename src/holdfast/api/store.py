@@ -48,7 +48,6 @@ from holdfast.lineage.queries.run_queries import RunRef
 # A run's name, folder name or uid, but never a path.
 RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 LIVE: Final = tuple(state for state in RunState if state.is_live)
-NEWEST_EVENTS_MAX: Final = 200
 STEERING: Final = (EventKind.OPERATOR_REQUEST, EventKind.ORDER_STATE, EventKind.SUPERVISED)
 SECRETS_MAX: Final = 10_000
 
@@ -279,23 +278,8 @@ class IndexStore:
     def newest_events(
         self, run: str, kinds: Sequence[EventKind], attempt: int | None = None
     ) -> list[Event]:
-        """Return the newest `NEWEST_EVENTS_MAX` events of these kinds, oldest first.
-
-        With `attempt`, only those of that attempt count.
-        """
-        where = EventFilter(kinds=tuple(str(kind) for kind in kinds), attempt=attempt)
-        page = self.list_events(run, where, newest_first=True, after=None, limit=NEWEST_EVENTS_MAX)
-        return [
-            Event(
-                writer=Path(row["journal"]).stem,
-                opening=row["opening"],
-                sequence=row["sequence"],
-                time=views.unix_time(row["time"]) or 0.0,
-                kind=EventKind(row["kind"]),
-                data=row["data"],
-            )
-            for row in reversed(page.items)
-        ]
+        """Return the run's newest events of these kinds, see `pages.newest_events`."""
+        return pages.newest_events(self.index.open(), self.find_run(run).uid, kinds, attempt)
 
     @in_one_read
     def lineage(self, run: str) -> views.Graph:

@@ -42,7 +42,8 @@ def bundle(
     """Write an archive about a run, without secrets, that you can attach to a report.
 
     It has the spec, the journals, the documents of each attempt, what Slurm and the index say, the
-    stacks, the ends of the logs, and versions. MANIFEST.json in it lists what was left out.
+    stacks, the ends of the logs, what was slow, and versions. MANIFEST.json in it lists what was
+    left out.
     """
     from holdfast.cli.support.bundle import make_bundle
 

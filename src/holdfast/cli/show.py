@@ -66,6 +66,13 @@ def show(
         bool,
         typer.Option("--diff", help="Show only the keys of the spec in which several runs differ."),
     ] = False,
+    errors: Annotated[
+        bool,
+        typer.Option(
+            "--errors",
+            help="Show why the newest failed attempt failed: the errors of all its processes.",
+        ),
+    ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -73,6 +80,9 @@ def show(
 
     With --json and several runs, print a list.
     """
+    if errors and (watch or spec or diff):
+        other = "--watch" if watch else "--spec" if spec else "--diff"
+        raise typer.BadParameter(f"--errors and {other}: give one of them")
     if watch and (spec or diff):
         other = "--spec" if spec else "--diff"
         raise typer.BadParameter(
@@ -84,6 +94,9 @@ def show(
             f"--diff and {given}: expected two or more runs, without --spec; `--diff` prints the "
             "keys in which they differ"
         )
+    if errors:
+        _show_errors(runs, root, as_json)
+        return
     if spec or diff:
         settings = [_settings(run, root) for run in runs]
     if diff:
@@ -108,6 +121,19 @@ def show(
         if shown != before:
             print(CLEAR if sys.stdout.isatty() else "", end="")
             _render(shown)
+
+
+def _show_errors(runs: Sequence[str], root: str | None, as_json: bool) -> None:
+    from holdfast.cli.support.run_errors import errors_of, print_errors
+
+    found = [errors_of(run, root) for run in runs]
+    data = [one.model_dump(mode="json") for one in found]
+
+    def render(_: object) -> None:
+        for one in found:
+            print_errors(one)
+
+    answer(data if len(data) > 1 else data[0], as_json, render)
 
 
 def _render(shown: Sequence[Mapping[str, Any]]) -> None:

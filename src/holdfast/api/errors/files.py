@@ -241,7 +241,7 @@ def _place(log: Path) -> _Place | None:
     launch = log.parent
     if match["node"]:
         launch = launch.parent.parent / match["node"]
-    folder = launch / match["run"] / "attempt_0" / match["local"]
+    folder = launch.joinpath(match["run"], "attempt_0", match["local"])
     return _Place(launch, folder, int(match["local"]))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from holdfast.api.errors.models import (
 from holdfast.api.errors.records import (
     BAD_ENDINGS,
     BAD_STATES,
+    KINDS,
     ErrorRecord,
     LaunchEnd,
     launch_ends,
@@ -32,7 +33,7 @@ from holdfast.api.errors.records import (
 )
 from holdfast.api.errors.stacks import read_stacks
 from holdfast.api.errors.timeline import EqualErrors, failure_text, merge_errors, order_note
-from holdfast.contracts.disk.journal import Event
+from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import ForeignFileError, HoldfastError, NotFoundError
 from holdfast.contracts.node.flight import span_text
@@ -49,6 +50,8 @@ TRACEBACK_CHARACTERS_MAX: Final = 20_000
 TEXT_CHARACTERS_MAX: Final = 1_000
 HOSTS_MAX: Final = 16
 ATTEMPTS_MAX: Final = 100
+# Returns the newest lines of these kinds, oldest first; with a number, those of that attempt.
+EventsOf = Callable[[Sequence[EventKind], int | None], Sequence[Event]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,38 @@ class ErrorSources:
     versions: Mapping[tuple[int, int], Mapping[str, Any]]
 
 
-def choose_attempt_of(
+def read_errors(
+    paths: RunPaths,
+    view: RunView,
+    events_of: EventsOf,
+    saved: Callable[[], Iterable[Mapping[str, Any]]],
+    secrets: Sequence[str],
+    *,
+    attempt: int | None = None,
+) -> RunErrors:
+    """Return why an attempt failed, by default the newest that has errors.
+
+    `saved` returns the rows of the newest checkpoints. Raises `NotFoundError` if the run has no
+    such attempt.
+    """
+    ended = events_of((EventKind.LAUNCH_ENDED,), None)
+    known, number = _choose_attempt(view, ended, attempt)
+    if number is None:
+        return no_errors(paths.name)
+    committed = events_of((EventKind.COMMITTED,), None)
+    sources = ErrorSources(
+        view=view,
+        known=known,
+        attempt=number,
+        events=events_of(KINDS, number),
+        resumed=events_of((EventKind.RESUMED,), None),
+        committed=[str(event.data.get("checkpoint")) for event in committed],
+        versions=_versions_in(saved()),
+    )
+    return find_errors(paths, sources, secrets)
+
+
+def _choose_attempt(
     view: RunView, ended: Iterable[Event], attempt: int | None
 ) -> tuple[list[AttemptErrors], int | None]:
     """Return the attempts with errors, and `attempt` or the newest of them.
@@ -260,6 +294,6 @@ def no_errors(run: str) -> RunErrors:
     )
 
 
-def versions_in(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], Mapping[str, Any]]:
+def _versions_in(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], Mapping[str, Any]]:
     """Return the versions that each launch's checkpoints record, by attempt and launch."""
     return {(row["attempt"], row["launch"]): row["versions"] for row in rows if row.get("versions")}

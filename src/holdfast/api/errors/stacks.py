@@ -203,9 +203,8 @@ def group_flights(records: Sequence[RankFlight]) -> list[FlightGroup]:
 
 def _call(one: GroupFlight) -> tuple[str, str, str, str]:
     call = one.first or one.newest
-    about = one.name if one.about in {"", "undefined"} else f"{one.about} ({one.name})"
     state = call.state if one.first else "completed"
-    return about, f"{call.name} {call.sequence}", state, call.place
+    return one.title, f"{call.name} {call.sequence}", state, call.place
 
 
 def blame_text(records: Sequence[RankFlight]) -> str:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
 from holdfast.api.access import AS_READER
 from holdfast.api.errors.models import RunErrors
-from holdfast.api.errors.records import KINDS
-from holdfast.api.errors.show import (
-    ErrorSources,
-    choose_attempt_of,
-    find_errors,
-    no_errors,
-    versions_in,
-)
+from holdfast.api.errors.show import read_errors
 from holdfast.api.routes.runs import Number, RunId
 from holdfast.api.services import services_of
-from holdfast.contracts.disk.journal import EventKind
 from holdfast.lineage.queries.cursors import PAGE_DEFAULT
 from holdfast.lineage.queries.pages import CheckpointFilter
 
@@ -37,26 +33,16 @@ async def show_errors(request: Request, run: RunId, attempt: Number = None) -> R
 
     def find() -> RunErrors:
         store = services.store
-        paths, view, secrets = store.folder_of(run), store.show_run(run), store.secrets(run)
+        paths, view = store.folder_of(run), store.show_run(run)
         uid = view["uid"]
-        ended = store.newest_events(uid, (EventKind.LAUNCH_ENDED,))
-        known, number = choose_attempt_of(view, ended, attempt)
-        if number is None:
-            return no_errors(paths.name)
-        committed = store.newest_events(uid, (EventKind.COMMITTED,))
-        saved = store.list_checkpoints(
-            uid, CheckpointFilter(), newest_first=True, after=None, limit=PAGE_DEFAULT
-        )
-        sources = ErrorSources(
-            view=view,
-            known=known,
-            attempt=number,
-            events=store.newest_events(uid, KINDS, number),
-            resumed=store.newest_events(uid, (EventKind.RESUMED,)),
-            committed=[str(event.data.get("checkpoint")) for event in committed],
-            versions=versions_in(saved.items),
-        )
-        return find_errors(paths, sources, secrets)
+
+        def saved() -> Iterable[Mapping[str, Any]]:
+            return store.list_checkpoints(
+                uid, CheckpointFilter(), newest_first=True, after=None, limit=PAGE_DEFAULT
+            ).items
+
+        events_of = partial(store.newest_events, uid)
+        return read_errors(paths, view, events_of, saved, store.secrets(run), attempt=attempt)
 
     # It reads many files, so few of such requests run at a time.
     async with services.log_turns:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, quote_plus
 
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.disk.rank_logs import rank_logs
 from holdfast.contracts.disk.reading import open_regular, read_bounded
@@ -32,6 +33,7 @@ from holdfast.contracts.errors import (
     UnreadableRunError,
 )
 from holdfast.contracts.records.attempt import RunRecord, Submission, read_document
+from holdfast.contracts.records.history import load_events
 from holdfast.contracts.redaction import (
     SECRET_CHARACTERS_MIN,
     read_masked,
@@ -54,6 +56,17 @@ JOBS_MAX: Final = 20
 SLURM_S: Final = 10.0
 # The newest attempts say why a run fails, so older ones have their documents and journals only.
 ATTEMPTS_WITH_LOGS: Final = 5
+# Of each attempt's series: how many buckets of time, and how many nodes with GPUs.
+SERIES_BUCKETS: Final = 200
+GPU_NODES_MAX: Final = 32
+SLOW_LINES_MAX: Final = 1000
+# Lines about slow ranks, nodes and links. The journals have them too, but may be cut.
+SLOWNESS: Final = frozenset(
+    {
+        *(EventKind.STRAGGLER, EventKind.NODE_SLOW, EventKind.LINK_SLOW),
+        *(EventKind.SLOWDOWN_TESTED, EventKind.NODE_UNHEALTHY),
+    }
+)
 PACKAGES: Final = (
     *("torch", "numpy", "prefect", "submitit", "pydantic", "sqlalchemy", "fastapi", "typer"),
     *("transformers", "accelerate", "lightning", "deepspeed", "torchtitan", "fsspec", "s3fs"),
@@ -76,7 +89,9 @@ NEVER: Final = {
     "attempts/*/channel.json": "the key by which the attempt's nodes know each other",
     "attempts/*/launches/*/*.address": "the keys of flushers",
     "attempts/*/logs/*.pkl": "a pickle of the job",
+    "attempts/*/dumps/*/nccl-rank-*": "pickles; collectives.json has a summary of each",
 }
+RECORDS: Final = "nccl-rank-"
 MANIFEST_NAME: Final = "MANIFEST.json"
 # The bytes of all files together, before they are compressed.
 TOTAL_BYTES_MAX: Final = 32 * 1024 * 1024
@@ -274,6 +289,7 @@ def make_bundle(paths: RunPaths) -> Bundle:
         archive.add_json(name, document)
     _add_index(archive, paths)
     _add_journals(archive, paths, attempts)
+    _add_slowness(archive, paths, attempts)
     _add_slurm(archive, paths, attempts)
     _add_stacks_and_logs(archive, paths, attempts)
     unknown = unknown_secrets(record.spec, paths)
@@ -355,6 +371,34 @@ def _add_journals(archive: Archive, paths: RunPaths, attempts: list[AttemptPaths
             archive.add_json_lines(name, path, JOURNAL_BYTES_MAX, below=paths.directory)
 
 
+def _add_slowness(archive: Archive, paths: RunPaths, attempts: list[AttemptPaths]) -> None:
+    """Add what tells of slow ranks, nodes and links: journal lines, and values over time."""
+    from holdfast.api.series.gpus import read_gpus
+    from holdfast.api.series.heat import RANKS_MAX, read_heat_map
+    from holdfast.api.series.models import HeatValue
+    from holdfast.api.series.ranges import TimeRange
+
+    lines = [one.model_dump(mode="json") for one in load_events(paths) if one.kind in SLOWNESS]
+    archive.add_json("slowness.json", lines[-SLOW_LINES_MAX:])
+    if len(lines) > SLOW_LINES_MAX:
+        archive.leave_out("slowness.json", f"only its newest {SLOW_LINES_MAX} lines are included")
+    within = TimeRange(None, None, SERIES_BUCKETS)
+    for one in attempts[: -ATTEMPTS_WITH_LOGS - 1 : -1]:
+        folder = one.series.relative_to(paths.directory).as_posix()
+        for value in (HeatValue.STEP, HeatValue.OWN):
+            ranks = read_heat_map(paths.name, one, value, within, range(RANKS_MAX))
+            for problem in ranks.problems:
+                archive.leave_out(folder, problem)
+            if ranks.rows:
+                archive.add_json(f"{folder}/ranks-{value}.json", ranks.model_dump(mode="json"))
+        nodes = [node.node for node in read_gpus(paths.name, one, None, within).nodes]
+        for node in nodes[:GPU_NODES_MAX]:
+            gpus = read_gpus(paths.name, one, node, within)
+            archive.add_json(f"{folder}/gpus-{node:04d}.json", gpus.model_dump(mode="json"))
+        if len(nodes) > GPU_NODES_MAX:
+            archive.leave_out(folder, f"GPUs of more than {GPU_NODES_MAX} nodes")
+
+
 def _add_slurm(archive: Archive, paths: RunPaths, attempts: list[AttemptPaths]) -> None:
     """Add what Slurm says about the newest jobs, until it does not answer."""
     from functools import partial
@@ -408,7 +452,7 @@ def _add_stacks_and_logs(archive: Archive, paths: RunPaths, attempts: list[Attem
             continue
         for pattern in ("dumps/*", "dumps/*/*"):
             for path in _listed(one.directory, pattern):
-                if not path.is_dir():
+                if not path.is_dir() and not path.name.startswith(RECORDS):
                     add(path, STACK_BYTES_MAX, one.directory)
         for pattern in (
             "*.out",

@@ -16,6 +16,8 @@ FILE: Final = "collectives.json"
 RECORD_BYTES_MAX: Final = 32 << 20
 """A larger record is refused unread. One of 2,000 collectives has about 1 MB."""
 RANKS_MAX: Final = 1 << 17
+DEFAULT_GROUP: Final = "default_pg"
+"""What PyTorch calls the group of all ranks."""
 _SPAN: Final = re.compile(r"(\d{1,6})(?:-(\d{1,6})(?::(\d{1,6}))?)?")
 
 
@@ -49,8 +51,9 @@ class CollectiveCall:
 class GroupFlight:
     """What one rank did in one process group.
 
-    `members` are the group's global ranks, as `span_text` writes them. `newest` is the last
-    collective that the rank called, and `first` the first one that has not finished, if any.
+    `members` are the group's global ranks, as `span_text` writes them, or empty if the record does
+    not name them, as with gloo. `newest` is the last collective that the rank called, and `first`
+    the first one that has not finished, if any.
     """
 
     name: str
@@ -58,6 +61,12 @@ class GroupFlight:
     members: str
     newest: CollectiveCall
     first: CollectiveCall | None = None
+
+    @property
+    def title(self) -> str:
+        """The group in words."""
+        is_named = self.about not in {"", "undefined"}
+        return f"{self.about} ({self.name})" if is_named else f"group {self.name}"
 
     def to_json(self) -> list[Any]:
         first = self.first.to_json() if self.first else None

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from sqlalchemy import Connection, Double, Select, case, exists, func, or_, select, true
 from typing_extensions import TypedDict
 
+from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.contracts.spec.keep_rules import ranked
 from holdfast.contracts.states import AttemptState, Cause, RunState
@@ -37,6 +38,7 @@ from holdfast.lineage.queries.cursors import PAGE_DEFAULT, RowOrder, RowPage, fe
 from holdfast.lineage.queries.find import Row, is_under, rows_of, run_row
 
 FILTER_VALUES_MAX: Final = 200
+NEWEST_EVENTS_MAX: Final = 200
 
 # Why the checkpoints of a run are kept or would be deleted, according to the index.
 
@@ -338,6 +340,28 @@ def list_events(
         order = _by("time", _LINES, newest_first)
         page = fetch_page(connection, query, order, after, limit)
     return page.map(lambda event: views.event_view(row["run"], event))
+
+
+def newest_events(
+    database: Database, run: str, kinds: Sequence[EventKind], attempt: int | None = None
+) -> list[Event]:
+    """Return the newest `NEWEST_EVENTS_MAX` events of these kinds, oldest first.
+
+    With `attempt`, only those of that attempt count.
+    """
+    where = EventFilter(kinds=tuple(str(kind) for kind in kinds), attempt=attempt)
+    page = list_events(database, run, where, limit=NEWEST_EVENTS_MAX)
+    return [
+        Event(
+            writer=Path(row["journal"]).stem,
+            opening=row["opening"],
+            sequence=row["sequence"],
+            time=views.unix_time(row["time"]) or 0.0,
+            kind=EventKind(row["kind"]),
+            data=row["data"],
+        )
+        for row in reversed(page.items)
+    ]
 
 
 def list_storage(

@@ -3,7 +3,8 @@
 In a process group the collectives finish in order. So each rank has one place in a group: the first
 collective that it called and that has not finished, or the one after its last. A rank waits for the
 members whose place is earlier. The ranks that others wait for, and that wait for nobody, are the
-cause. If every rank waits for another one, they wait in a circle.
+cause. If every rank waits for another one, they wait in a circle. Records of gloo name the members
+of no group, so a rank that waits in a group of its own may wait for any rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import lru_cache
 from typing import Final
 
 from holdfast.contracts.node.flight import (
+    DEFAULT_GROUP,
     CollectiveCall,
     GroupFlight,
     RankFlight,
@@ -57,19 +59,27 @@ class _Wait:
 
 @dataclass
 class _Group:
-    """A process group: its members, and what each of them did in it."""
+    """A process group: its members, and what each of them did in it.
+
+    Without `is_known`, the records do not name the members, and only those that called are there.
+    """
 
     about: str
     members: tuple[int, ...]
+    is_known: bool = True
     calls: dict[int, GroupFlight] = field(default_factory=dict)
 
 
 @dataclass
 class _Waits:
-    """For each rank: one rank that it waits for, and the calls in which others wait for it."""
+    """For each rank: one rank that it waits for, and the calls in which others wait for it.
+
+    Those in `unclear` wait in a group of unknown members.
+    """
 
     on: dict[int, int] = field(default_factory=dict)
     calls: dict[int, list[_Wait]] = field(default_factory=lambda: defaultdict(list))
+    unclear: set[int] = field(default_factory=set)
 
 
 def find_missing(
@@ -82,7 +92,7 @@ def find_missing(
     known = {one.rank: one for one in records if not one.problem}
     expected = range(world_size) if world_size else sorted(one.rank for one in records)
     silent = [rank for rank in expected if rank not in known]
-    groups = _groups(known)
+    groups = _groups(known, expected)
     waits = _Waits()
     for group in groups:
         _wait_in_group(group, known, waits)
@@ -96,15 +106,16 @@ def find_missing(
     return found
 
 
-def _groups(known: Mapping[int, RankFlight]) -> list[_Group]:
+def _groups(known: Mapping[int, RankFlight], every: Sequence[int]) -> list[_Group]:
     """Return the groups. Two groups may have one name, so their members tell them apart."""
     found: dict[tuple[str, str], _Group] = {}
     for rank, record in known.items():
         for one in record.groups:
             key = (one.name, one.members)
             if key not in found:
-                about = one.name if one.about in {"", "undefined"} else f"{one.about} ({one.name})"
-                found[key] = _Group(about=about, members=_members(one.members))
+                is_whole = not one.members and one.about == DEFAULT_GROUP
+                members = tuple(every) if is_whole else _members(one.members)
+                found[key] = _Group(about=one.title, members=members, is_known=bool(members))
             found[key].calls[rank] = one
     for group in found.values():
         group.members = group.members or tuple(sorted(group.calls))
@@ -131,6 +142,8 @@ def _wait_in_group(group: _Group, known: Mapping[int, RankFlight], waits: _Waits
     open_ = {rank: one.first for rank, one in group.calls.items() if one.first is not None}
     if not open_:
         return
+    if not group.is_known:
+        waits.unclear |= open_.keys()
     reach = {rank: _reach(group.calls.get(rank)) for rank in group.members}
     slowest = min(group.members, key=lambda rank: reach[rank])
     by_number = sorted(open_, key=lambda rank: open_[rank].sequence)
@@ -185,7 +198,7 @@ def _why(did: GroupFlight | None, record: RankFlight | None) -> str:
     if did is not None and did.first is not None:
         return f"{_text(did.first)} is unfinished there and finished elsewhere"
     if record.latest is None:
-        return "no call is open"
+        return "it has called no collective yet"
     return f"never called, the last call is {_text(record.latest)}{_at(record.latest)}"
 
 
@@ -211,6 +224,8 @@ def _wait_in_transfers(known: Mapping[int, RankFlight], waits: _Waits) -> None:
 def _causes(waits: _Waits, known: Mapping[int, RankFlight]) -> CollectiveBlame | None:
     """Return the ranks that others wait for and that wait for nobody."""
     found = sorted(rank for rank in waits.calls if rank not in waits.on)
+    # A rank that waits for ranks that nobody names is not the cause if there is another one.
+    found = [rank for rank in found if rank not in waits.unclear] or found
     # A rank without a record may wait as well, so one with a record is the better answer.
     found = [rank for rank in found if rank in known] or found
     if not found:
@@ -270,14 +285,32 @@ def _nobody(groups: Sequence[_Group]) -> CollectiveBlame | None:
     waiting = [group for group in groups if any(one.first for one in group.calls.values())]
     if not waiting:
         return None
-    group = max(waiting, key=lambda one: len(one.calls))
-    call = next(one.first for one in group.calls.values() if one.first)
-    assert call is not None
+    whole = [group for group in waiting if group.is_known]
+    if not whole:
+        return CollectiveBlame(ranks=(), finding=_unclear(waiting))
+    group = max(whole, key=lambda one: len(one.calls))
+    ranks, call = _open_in(group)
     said = (
-        f"{ranks_text(sorted(group.calls))} have called {_text(call)} of {group.about}"
+        f"{ranks_text(ranks)} {_verb(ranks, 'has', 'have')} called {_text(call)} of {group.about}"
         f"{_at(call)}, and none finishes it: a link or a GPU"
     )
     return CollectiveBlame(ranks=(), finding=said)
+
+
+def _unclear(groups: Sequence[_Group]) -> str:
+    """Return which ranks wait in groups whose members the records do not name."""
+    parts = []
+    for group in groups[:NAMED_MAX]:
+        ranks, call = _open_in(group)
+        verb = _verb(ranks, "waits", "wait")
+        parts.append(f"{ranks_text(ranks)} {verb} in {_text(call)} of {group.about}{_at(call)}")
+    return f"{', '.join(parts)}; the records do not name the members of these groups"
+
+
+def _open_in(group: _Group) -> tuple[list[int], CollectiveCall]:
+    """Return the ranks with an open call in a group, and one of the calls."""
+    calls = {rank: one.first for rank, one in group.calls.items() if one.first}
+    return sorted(calls), next(iter(calls.values()))
 
 
 def _mismatch(groups: Sequence[_Group]) -> CollectiveBlame | None:
@@ -287,6 +320,10 @@ def _mismatch(groups: Sequence[_Group]) -> CollectiveBlame | None:
         for rank, one in group.calls.items():
             if one.first is not None:
                 by_number[one.first.sequence][rank] = one.first
+        for rank, one in group.calls.items():
+            # With gloo, ranks finish a call in which another one, of another size, waits.
+            if one.newest.sequence in by_number:
+                by_number[one.newest.sequence].setdefault(rank, one.newest)
         for _, calls in sorted(by_number.items()):
             kinds: dict[str, list[int]] = defaultdict(list)
             for rank, call in calls.items():
