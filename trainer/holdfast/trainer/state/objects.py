@@ -143,6 +143,14 @@ class Objects:
     def __iter__(self) -> Any:
         return iter((*self._shared, *self._alone, *self._saved_rows))
 
+    def saves(self, item: object) -> bool:
+        """Return whether `item` is one of the objects, or an attribute of one."""
+        objects = (*self._shared.values(), *self._alone.values())
+        return any(
+            item is each or any(item is part for part in getattr(each, "__dict__", {}).values())
+            for each in objects
+        )
+
     def add_rows(self, name: str, item: ElasticRows) -> SavedRows | None:
         """Save `item` from now on. Return what the checkpoint has of it, or None.
 
