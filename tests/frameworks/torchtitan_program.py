@@ -170,7 +170,7 @@ def make_loader(folder: Path, settings: dict[str, Any]) -> Any:
 
 
 def numbers(kind: str) -> Any:
-    """Return documents: with an index, or as a stream, which may have a shuffle buffer."""
+    """Return documents: with an index, or as a stream, which may map or have a shuffle buffer."""
     indexed = text_datasets.Dataset.from_dict(
         {"text": [" ".join(map(str, range(at, at + 9))) for at in range(DOCUMENTS)]}
     )
@@ -178,8 +178,8 @@ def numbers(kind: str) -> Any:
         return indexed
     stream = indexed.to_iterable_dataset(num_shards=4)
     if kind == "shuffled":
-        return stream.shuffle(seed=1, buffer_size=8).map(dict)
-    return stream.map(dict)
+        return stream.shuffle(seed=1, buffer_size=8)
+    return stream.map(dict) if kind == "mapped" else stream
 
 
 def refusal(options: dict[str, Any]) -> str:
