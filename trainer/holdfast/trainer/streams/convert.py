@@ -17,7 +17,7 @@ from holdfast.trainer.streams.tar import TarMember, TarShards, grouped
 _BUFFER: Final = "BufferShuffledExamplesIterable"
 # Older versions of datasets lose the rest of a block of samples after these steps.
 _EXACT_SINCE: Final = (5, 1)
-_LOSSY: Final = ("Filtered", "Mapped", "Rebatched")
+_LOSSY: Final = ("Filtered", "Mapped")
 _DEPTH_MAX: Final = 200
 PACKAGE: Final = "webdataset"
 _DROPPING: Final = ("_rsample", "_select")
