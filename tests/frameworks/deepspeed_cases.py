@@ -216,8 +216,8 @@ def try_all(settings: Found) -> None:
     """Try all that the session refuses, one after another in one process."""
     empty = {**settings, "session": {"directory": str(Path(settings["folder"]) / "empty")}}
     saved = (with_other_stage, with_plain_session, with_other_version)
-    new = (unwrapped, twice_wrapped, two_sessions, one_micro_batch, taken_key)
-    new += (stream_of_epochs, unsaved_loader, stateless_loader)
+    wrong = (unwrapped, twice_wrapped, two_sessions, one_micro_batch, taken_key)
+    new = (*wrong, stream_of_epochs, unsaved_loader, stateless_loader)
     tries = dict.fromkeys(saved, settings) | dict.fromkeys(new, empty)
     found = {}
     for act, given in tries.items():
