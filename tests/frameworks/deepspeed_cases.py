@@ -24,12 +24,16 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from tests.frameworks.deepspeed_program import make_engine, train
+from tests.process.stream_program import write_data
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.contracts.disk.durable import to_json
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
 from holdfast.trainer import Session
 from holdfast.trainer.frameworks.deepspeed import DeepSpeedSession
+from holdfast.trainer.streams import StreamDataset, TextLines
 
 EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "deepspeed" / "train.py"
 LAUNCH_S: Final = 60.0
@@ -212,7 +216,8 @@ def try_all(settings: Found) -> None:
     """Try all that the session refuses, one after another in one process."""
     empty = {**settings, "session": {"directory": str(Path(settings["folder"]) / "empty")}}
     saved = (with_other_stage, with_plain_session, with_other_version)
-    new = (unwrapped, twice_wrapped, two_sessions, one_micro_batch, taken_key)
+    wrong = (unwrapped, twice_wrapped, two_sessions, one_micro_batch, taken_key)
+    new = (*wrong, stream_of_epochs, unsaved_loader, stateless_loader)
     tries = dict.fromkeys(saved, settings) | dict.fromkeys(new, empty)
     found = {}
     for act, given in tries.items():
@@ -339,6 +344,119 @@ def over_loader(settings: Found) -> None:
     session.close()
 
 
+# --- streams ------------------------------------------------------------------------------
+
+
+def streams(folder: Path) -> Found:
+    """Streams with loader workers are killed five times, and continue at three sizes."""
+    folder.mkdir(parents=True)
+    write_data(folder / "data")
+    found: Found = {}
+    # With gradient accumulation, and without it in a loop over epochs.
+    for name, batch in (("steps", 12), ("epochs", 4)):
+        config = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": 2}
+        given: Found = {"data": str(folder / "data"), "stage": 1, "config": config}
+        expected, broken = (Launch(folder / name / how, **given) for how in ("whole", "broken"))
+        found[name] = expected.run(2, act=over_stream)
+        for step in (2, 5, 6, 9, 11):
+            found[f"{name}, {step}"] = broken.run(2, act=over_stream, kill_at=step)
+        found[f"{name}, last"] = broken.run(2, act=over_stream)
+        same = [broken.record(rank) == expected.record(rank) for rank in range(2)]
+        found[f"{name}, equal"] = same
+        found[f"{name}, samples"] = samples_of(expected)
+    sized = Launch(folder / "sized", data=given["data"], stage=1, config={**config, **ACCUMULATED})
+    sizes = ((2, 3), (1, 5), (3, 12))
+    found["sized"] = [
+        error for ranks, steps in sizes for error in sized.run(ranks, act=over_stream, steps=steps)
+    ]
+    found["sized, samples"] = samples_of(sized)
+    found["sized, worlds"] = [line["world"] for line in sized.record().values()]
+    return found
+
+
+ACCUMULATED: Final = {"train_batch_size": 12}
+
+
+def samples_of(made: Launch) -> dict[str, list[int]]:
+    """Return the samples of each epoch in all steps of all ranks, sorted."""
+    found: dict[str, list[int]] = {}
+    for step, line in made.record().items():
+        for rank in range(line["world"]):
+            for epoch, ids in made.record(rank)[step]["given"]:
+                found.setdefault(str(epoch), []).extend(ids)
+    return {epoch: sorted(ids) for epoch, ids in found.items()}
+
+
+def features(sample: Found) -> Found:
+    """Return a sample with random numbers."""
+    return {"id": sample["id"], "x": torch.rand(8) + sample["id"] / 1000}
+
+
+def over_stream(settings: Found) -> None:
+    """Train on files of lines; all ranks are killed within the step `kill_at`."""
+    engine = make_engine(settings)
+    # The last batches of an epoch may have one sample, of which BatchNorm takes no mean.
+    engine.module[1].eval()
+    session = DeepSpeedSession(engine, seed=3, **settings["session"])
+    parts = engine.gradient_accumulation_steps()
+    paths = sorted(Path(settings["data"]).glob("*.jsonl"))
+    loader = session.stream(
+        TextLines(paths, json.loads), engine.train_micro_batch_size_per_gpu(), shuffle=True,
+        buffer=4, open_shards=2, num_workers=2, repeat=parts > 1, transform=features,
+    )  # fmt: skip
+    line: Found = {}
+
+    def train_on(batch: Found) -> None:
+        loss = engine(batch["x"]).square().mean()
+        engine.backward(loss)
+        engine.step()
+        given = [loader.epoch, batch["id"].tolist()]
+        line["given"] = [*line.get("given", []), given]
+        line["loss"] = loss.item()
+
+    with open(Path(settings["folder"]) / f"rank{session.rank}.jsonl", "a", buffering=1) as record:
+
+        def end_step() -> None:
+            line.update(step=engine.global_steps, world=session.world_size)
+            record.write(json.dumps({**line, "draw": torch.rand(()).item()}) + "\n")
+            line.clear()
+            if engine.global_steps == settings.get("kill_at"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        if parts == 1:
+            for _ in session.epochs(2):
+                for batch in session.batches(loader):
+                    train_on(batch)
+                    end_step()
+        else:
+            batches = iter(loader)
+            for _ in session.steps(settings["steps"]):
+                for _ in range(parts):
+                    train_on(next(batches))
+                end_step()
+    session.close()
+
+
+def stream_of_epochs(settings: Found) -> None:
+    """An epoch may end in the middle of a step."""
+    DeepSpeedSession(make_engine(settings), **settings["session"]).stream(TextLines([__file__]), 2)
+
+
+def unsaved_loader(settings: Found) -> None:
+    """A loader of torchdata, whose state DeepSpeed's files do not have."""
+    _over(StatefulDataLoader(list(range(8)), batch_size=2), settings)
+
+
+def stateless_loader(settings: Found) -> None:
+    """torch's loader over a stream."""
+    _over(DataLoader(StreamDataset(TextLines([__file__])), batch_size=2), settings)
+
+
+def _over(loader: Any, settings: Found) -> None:
+    with DeepSpeedSession(make_engine(settings), **settings["session"]) as session:
+        next(session.batches(loader))
+
+
 # --- the example --------------------------------------------------------------------------
 
 
@@ -372,6 +490,7 @@ CASES: Final[dict[str, Callable[[Path], Found]]] = {
     "refused": refused,
     "unconvertible": unconvertible,
     "loaders": loaders,
+    "streams": streams,
     "example": example,
     **{
         f"{act.__name__}-{stage}": partial(act, stage=stage)

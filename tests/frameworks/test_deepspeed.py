@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import pytest
 from tests.process.local_runs import LocalRun, send
+from tests.process.stream_program import SIZES
 from tests.support.rank_programs import run_program
 
 from holdfast.contracts.disk.journal import EventKind
@@ -179,6 +180,9 @@ def test_a_state_that_deepspeed_cannot_convert_stays_on_its_number_of_ranks(
         ("two_sessions", "SessionError: this process already has a Session"),
         ("one_micro_batch", "run all 4 micro-batches in one step"),
         ("taken_key", "client_state has module"),
+        ("stream_of_epochs", "Pass repeat=True, and loop over session.steps"),
+        ("unsaved_loader", "no checkpoint has the state of this StatefulDataLoader"),
+        ("stateless_loader", "this DataLoader reads a stream without a state"),
     ],
 )
 def test_a_wrong_engine_or_loop_is_refused(refused: dict[str, Any], case: str, error: str) -> None:
@@ -191,6 +195,21 @@ def test_a_loop_over_deepspeed_s_loader_resumes_in_the_middle_of_an_epoch(tmp_pa
     assert found["errors"] == [["", ""], ["", ""]]
     assert found["equal"] == [True, True]
     assert found["repeated"] == 0
+
+
+@pytest.mark.slow
+def test_streams_continue_to_the_bit_and_at_other_sizes(tmp_path: Path) -> None:
+    found = run_cases(tmp_path, "streams")["streams"]
+    samples = [100 * shard + number for shard, size in enumerate(SIZES) for number in range(size)]
+    for name in ("steps", "epochs"):
+        assert found[name] == found[f"{name}, last"] == ["", ""]
+        assert all("status" in "".join(found[f"{name}, {step}"]) for step in (2, 5, 6, 9, 11))
+        assert found[f"{name}, equal"] == [True, True]
+        assert found[f"{name}, samples"]["0"] == samples
+    assert found["epochs, samples"]["1"] == samples
+    assert found["sized"] == [""] * 6
+    assert found["sized, worlds"] == [2] * 3 + [1] * 2 + [3] * 7
+    assert found["sized, samples"]["0"] == samples
 
 
 @pytest.mark.slow

@@ -215,6 +215,25 @@ def test_own_loader_with_a_worker_continues_between_its_snapshots(
     assert record_of(tmp_path / "run", 0) == record_of(tmp_path / "bare", 0)
 
 
+def test_own_loader_continues_in_a_stream_with_workers(launch: Launch, tmp_path: Path) -> None:
+    """The states of its workers are copied, because torchtitan returns lists that it changes."""
+    settings = {"steps": 7, "loader": "stream", "workers": 2}
+    assert succeeded(launch("bare", **settings, manager="torchtitan", checkpoint={"enable": False}))
+    assert not succeeded(launch("run", **settings, term=[0, 1]))
+    assert succeeded(launch("run", **settings))
+    for rank in range(2):
+        assert record_of(tmp_path / "run", rank) == record_of(tmp_path / "bare", rank)
+    for ranks, loader, why in (
+        (1, "stream", "was saved at data-parallel degree 2 and cannot continue at 1"),
+        (2, "shuffled", "cannot continue after its shuffle buffer, whose content no checkpoint"),
+        (2, "mapped", "cannot continue after its map or filter, because datasets 4.7.0 loses"),
+    ):
+        refused = launch("run", ranks=ranks, **{**settings, "steps": 9, "loader": loader})
+        assert refused.returncode != 0
+        assert why in refused.stderr
+        assert max(record_of(tmp_path / "run", 0)[0]) == 7
+
+
 def test_another_global_batch_by_default_is_refused(launch: Launch, tmp_path: Path) -> None:
     assert not succeeded(launch("run", steps=6, global_batch=-1, term=[0, 2]))
     own = tmp_path / "run" / "root" / PROGRAM.stem

@@ -160,18 +160,26 @@ def make_loader(folder: Path, settings: dict[str, Any]) -> Any:
     """Return the configuration of Holdfast's loader, or of torchtitan's."""
     if settings.get("loader", "tokens") == "tokens":
         return TokenDataLoader.Config(dataset_path=str(folder / "tokens.npy"), seed=5)
+    kind = settings["loader"]
     text_datasets.DATASETS["numbers"] = text_datasets.DatasetConfig(
-        path="", loader=lambda _: numbers(), sample_processor=lambda sample: sample["text"]
+        path="", loader=lambda _: numbers(kind), sample_processor=lambda sample: sample["text"]
     )
     return text_datasets.HuggingFaceTextDataLoader.Config(
         dataset="numbers", num_workers=settings.get("workers", 0)
     )
 
 
-def numbers() -> Any:
-    return text_datasets.Dataset.from_dict(
+def numbers(kind: str) -> Any:
+    """Return documents: with an index, or as a stream, which may map or have a shuffle buffer."""
+    indexed = text_datasets.Dataset.from_dict(
         {"text": [" ".join(map(str, range(at, at + 9))) for at in range(DOCUMENTS)]}
     )
+    if kind == "torchtitan":
+        return indexed
+    stream = indexed.to_iterable_dataset(num_shards=4)
+    if kind == "shuffled":
+        return stream.shuffle(seed=1, buffer_size=8)
+    return stream.map(dict) if kind == "mapped" else stream
 
 
 def refusal(options: dict[str, Any]) -> str:

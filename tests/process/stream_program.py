@@ -2,7 +2,8 @@
 
     torchrun stream_program.py SETTINGS
 
-SETTINGS is JSON: `directory`, `data` with the files, `source` and `workers`. With STREAM_STOP_AT or
+SETTINGS is JSON: `directory`, `data` with the files, `source` and `workers`. `shards` limits the
+number of files of lines. With STREAM_STOP_AT or
 STREAM_KILL_AT, rank 0 gets a SIGTERM, or all ranks are killed, within that step. With `sleep_s`, a
 step sleeps until a file `hurry` exists.
 """
@@ -104,9 +105,9 @@ def stateful_loader(workers: int) -> Any:
     return StatefulDataLoader(Noted(), batch_size=batch, sampler=sampler, num_workers=workers)
 
 
-def source_of(kind: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+def source_of(kind: str, folder: Path, limit: int | None) -> tuple[Any, dict[str, Any]]:
     """Return a source, and arguments that belong to it."""
-    paths = sorted(map(str, folder.glob("*.jsonl")))
+    paths = sorted(map(str, folder.glob("*.jsonl")))[:limit]
     if kind == "lines":
         lines = TextLines(paths, json.loads)
         return lines, {"transform": noisy, "shuffle": True, "buffer": BUFFER, "open_shards": 2}
@@ -153,7 +154,8 @@ def main() -> None:
         own["per_rank"] = {"loader": loader}
     session = Session(wrapped, optimizer, seed=5, **own)
     if is_stream:
-        source, options = source_of(settings["source"], Path(settings["data"]))
+        folder, limit = Path(settings["data"]), settings.get("shards")
+        source, options = source_of(settings["source"], folder, limit)
         loader = session.stream(
             source, global_batch=GLOBAL_BATCH, num_workers=workers, name="data", **options
         )

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import webdataset
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.contracts.disk.manifest import Manifest, read_manifest
@@ -160,11 +162,43 @@ def test_loader_with_its_own_order_is_refused(tmp_path: Path) -> None:
     loader = DataLoader(Numbers(), batch_size=GLOBAL_BATCH, shuffle=True)
     with pytest.raises(SpecError, match=r"RandomSampler.*whose order no resume can continue"):
         next(own.session.batches(loader))
-    generator = torch.Generator()
+    stream = torch.utils.data.ChainDataset([])
+    web = webdataset.WebLoader([1, 2, 3], batch_size=2)
+    for loader, kind in ((DataLoader(stream, batch_size=2), "DataLoader"), (web, "WebLoader")):
+        with pytest.raises(SpecError, match=f"this {kind} reads a stream without a state"):
+            next(own.session.batches(loader))
+    own.session.close()
+
+
+class Holder:
+    """An object of a program that saves its loader."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def state_dict(self) -> Any:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loader.load_state_dict(state)
+
+
+def test_a_loader_s_own_state_counts_only_if_checkpoints_have_it(tmp_path: Path) -> None:
     given: dict[str, Any] = {"batch_size": GLOBAL_BATCH, "shuffle": True}
+    seeded = StatefulDataLoader(Numbers(), generator=torch.Generator(), **given)
+    loaders = [StatefulDataLoader(Numbers(), **given) for _ in range(3)]
+    nodes_loader = nodes.Loader(nodes.IterableWrapper([1, 2, 3]))
+    saved = {"seeded": seeded, "loader": loaders[0], "holder": Holder(loaders[1])}
+    own = Training(tmp_path / "run", per_rank=saved)
     with pytest.raises(SpecError, match="a generator of its own"):
-        next(own.session.batches(StatefulDataLoader(Numbers(), generator=generator, **given)))
-    assert next(own.session.batches(StatefulDataLoader(Numbers(), **given))).shape == (4,)
+        next(own.session.batches(seeded))
+    for unsaved in (loaders[2], nodes_loader):
+        kind = type(unsaved).__name__
+        with pytest.raises(SpecError, match=f"the state of this {kind}, .*per_rank"):
+            next(own.session.batches(unsaved))
+    for loader in loaders[:2]:
+        assert next(own.session.batches(loader)).shape == (4,)
+        own.step(torch.zeros(4))
     own.session.close()
 
 

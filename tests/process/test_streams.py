@@ -28,12 +28,12 @@ pytestmark = pytest.mark.timeout(900)
 class StreamRun:
     """One run over several launches, in a folder with its data."""
 
-    def __init__(self, folder: Path, source: str, workers: int) -> None:
+    def __init__(self, folder: Path, source: str, workers: int, **more: Any) -> None:
         self.directory, self.launches = folder / "run", 0
-        data = folder / "data"
-        write_data(data)
-        named = {"directory": str(self.directory), "data": str(data)}
-        self.settings = json.dumps({**named, "source": source, "workers": workers})
+        self.data = folder / "data"
+        write_data(self.data)
+        named = {"directory": str(self.directory), "data": str(self.data)}
+        self.settings = {**named, "source": source, "workers": workers, **more}
 
     def launch(self, ranks: int, how: str = "", step: int = 0) -> str:
         """Launch the identical command once. Return its output."""
@@ -46,7 +46,7 @@ class StreamRun:
         self.launches += 1
         if how:
             env[f"STREAM_{how}_AT"] = str(step)
-        done = forked.run([*command, PROGRAM, self.settings], env=env, timeout=WAIT_S)
+        done = forked.run([*command, PROGRAM, json.dumps(self.settings)], env=env, timeout=WAIT_S)
         is_cut = how in ("KILL", "REFUSED")
         assert (done.returncode != 0) == is_cut, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -137,3 +137,38 @@ def test_a_resized_run_gets_each_sample_of_an_epoch_once(
     assert {line["world"] for line in run.lines()} == {1, 2, 3}
     for epoch in range(EPOCHS):
         assert run.counts(epoch) == expected(source)
+
+
+@pytest.mark.more
+def test_a_shard_that_vanished_is_refused_at_another_size_until_it_is_there(
+    tmp_path: Path,
+) -> None:
+    run = StreamRun(tmp_path, "lines", 2)
+    run.launch(2, "STOP", 4)
+    shard = run.data / "2.jsonl"
+    kept = shard.rename(tmp_path / "kept")
+    refused = run.launch(3, "REFUSED")
+    assert "the shards of the stream are not those of the checkpoint (shards 6 → 5" in refused
+    assert {line["world"] for line in run.lines()} == {2}
+    # Cut off: it has the name, and another size.
+    shard.write_bytes(kept.read_bytes()[:-1])
+    assert "or its name or size has changed" in run.launch(1, "REFUSED")
+    kept.rename(shard)
+    assert "divided again (parts 2 → 3" in run.launch(3)
+    for epoch in range(EPOCHS):
+        assert run.counts(epoch) == expected("lines")
+
+
+@pytest.mark.more
+def test_fewer_shards_than_ranks_continue_at_three_ranks_with_other_workers(
+    tmp_path: Path,
+) -> None:
+    run = StreamRun(tmp_path, "lines", 0, shards=1)
+    run.launch(2, "STOP", 1)
+    run.settings["workers"] = 2
+    assert "workers 0 → 2" in run.launch(3, "KILL", 3)
+    run.settings["workers"] = 1
+    run.launch(3)
+    assert {line["world"] for line in run.lines()} == {2, 3}
+    for epoch in range(EPOCHS):
+        assert run.counts(epoch) == Counter(range(SIZES[0]))

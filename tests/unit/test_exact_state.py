@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -426,3 +427,40 @@ def test_a_torchdata_loader_resumes_only_at_the_same_world_size(workers: int) ->
         CheckpointError, match=r"was saved by each of 2 .*it contains one rank's share"
     ):
         load(make(model, extra={"loader": loader()}, rank=1, world_size=3)[0], saved)
+
+
+class Packed(torch.utils.data.IterableDataset[list[int]]):
+    """Joins numbers to samples of three. Its state is a list that it changes, as torchtitan's."""
+
+    def __init__(self) -> None:
+        self.rest: list[int] = []
+        self.next = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self.next < 60:
+            self.rest += [self.next, self.next + 1]
+            self.next += 2
+            if len(self.rest) >= 3:
+                found, self.rest = self.rest[:3], self.rest[3:]
+                yield found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rest": self.rest, "next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rest, self.next = state["rest"], state["next"]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+def test_states_of_workers_are_those_of_the_batches_that_were_given(steps: int) -> None:
+    def loader() -> Any:
+        return StatefulDataLoader(Packed(), batch_size=2, num_workers=2, collate_fn=list)
+
+    whole = list(loader())
+    model, first = nn.Linear(2, 2), loader()
+    state, _ = make(model, extra={"loader": first})
+    given = [batch for _, batch in zip(range(steps), first, strict=False)]
+    saved = save(state)
+    again = loader()
+    load(make(model, extra={"loader": again})[0], saved)
+    assert given + list(again) == whole

@@ -249,18 +249,38 @@ def test_shuffling_depends_on_the_epoch_and_the_seed_and_not_on_the_reader() -> 
     assert sorted(large) == sorted(epochs[0])
 
 
-def test_workers_give_the_same_batches_after_a_resume() -> None:
+@pytest.mark.parametrize("buffer", [4, 10**6], ids=["small", "larger than the data"])
+def test_workers_give_the_same_batches_after_a_resume(buffer: int) -> None:
     source = numbered([9, 14, 5, 11])
-    whole = list(alone(source, num_workers=2, shuffle=True, buffer=4, batch=3))
-    loader = alone(source, num_workers=2, shuffle=True, buffer=4, batch=3)
+    more: Any = {"shuffle": True, "buffer": buffer, "batch": 3}
+    whole = list(alone(source, num_workers=2, **more))
+    begun: list[Any] = []
+    saved: Any = None
+    # Each launch is interrupted, the last one reads the rest.
+    for steps in (1, 2, 3, 1, 1, 100):
+        loader = alone(source, num_workers=2, **more)
+        if saved is not None:
+            assert loader.resume(*saved) == ""
+        begun += [batch for _, batch in zip(range(steps), loader, strict=False)]
+        saved = loader.facts(), [loader.state_dict()]
+    assert begun == whole
+
+
+@pytest.mark.parametrize(("then", "now"), [(2, 0), (0, 2), (1, 3)])
+def test_another_number_of_workers_divides_the_rest_again(then: int, now: int) -> None:
+    source = numbered([9, 14, 5, 11])
+    more: Any = {"shuffle": True, "buffer": 4, "batch": 3}
+    loader = alone(source, num_workers=then, **more)
     begun = [batch for _, batch in zip(range(5), loader, strict=False)]
-    resumed = alone(source, num_workers=2, shuffle=True, buffer=4, batch=3)
-    assert resumed.resume(loader.facts(), [loader.state_dict()]) == ""
-    assert begun + list(resumed) == whole
-    # Another number of workers divides the rest again.
-    other = alone(source, num_workers=0, shuffle=True, buffer=4, batch=3)
-    assert "workers 2 → 0" in other.resume(loader.facts(), [loader.state_dict()])
-    assert flat([begun, list(other)]) == flat([whole])
+    saved: Any = (loader.facts(), [loader.state_dict()])
+    rests = []
+    for _ in range(2):
+        other = alone(source, num_workers=now, **more)
+        assert f"workers {then} → {now}" in other.resume(*saved)
+        rests.append(list(other))
+    assert rests[0] == rests[1]
+    everything = [(str(n), k) for n, size in enumerate([9, 14, 5, 11]) for k in range(size)]
+    assert flat([begun, rests[0]]) == sorted(everything)
 
 
 def test_random_transforms_depend_on_the_sample_and_leave_the_program_s_numbers_alone() -> None:

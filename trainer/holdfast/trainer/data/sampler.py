@@ -8,15 +8,19 @@ resume yields the samples again that were fetched and not trained on, once.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.arguments import whole
 from holdfast.trainer.data.order import DataOrder, local_batch
 
+_STREAM: Final = (
+    "Give session.stream a source that names its shards, such as TextLines or a "
+    "datasets.IterableDataset, or use session.sampler with an indexed dataset"
+)
 # Drawing this many ids takes a few times as long as drawing one.
 DRAWN_AT_ONCE: Final = 256
 
@@ -183,29 +187,43 @@ class ElasticDistributedSampler(Sampler[int]):
         return _until(within, epoch, self.order)
 
 
-def check_order(loader: object) -> int:
+def check_order(loader: object, is_saved: Callable[[object], bool]) -> int:
     """Return how many batches of a loader are one step, which is 1 without a session's sampler.
 
-    A loader may use a session's sampler, or have its own state, as torchdata's loaders do. Without
-    workers, that state does not include a generator given to the loader. Raises `SpecError` for a
-    DataLoader whose order a resume cannot continue.
+    A loader may use a session's sampler, or have its own state, as torchdata's loaders do, if
+    `is_saved` returns True for it. Without workers, that state does not include a generator given
+    to the loader. Raises `SpecError` for a loader whose order a resume cannot continue.
     """
-    if not isinstance(loader, DataLoader):
-        return 1
-    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", 0))
-    for each in samplers:
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    for each in (sampler, batches, getattr(batches, "sampler", None)):
         if isinstance(each, ElasticDistributedSampler):
-            return batches_per_step(each.local_batch, loader.batch_size)
+            size = loader.batch_size if isinstance(loader, DataLoader) else None
+            return batches_per_step(each.local_batch, size)
         if isinstance(each, ElasticSampler):
             return 1
-    if hasattr(loader, "state_dict"):
-        if loader.generator is None or loader.num_workers > 0:
+    kind = type(loader).__name__
+    if callable(getattr(loader, "load_state_dict", None)):
+        if not is_saved(loader):
+            raise SpecError(
+                f"no checkpoint has the state of this {kind}, so a resume would begin again with "
+                f"its first samples. {_STREAM}; Session also takes a loader in per_rank, for one "
+                "number of ranks"
+            )
+        has_own = isinstance(loader, DataLoader) and loader.generator is not None
+        if not has_own or getattr(loader, "num_workers", 0) > 0:
             return 1
         raise SpecError(
             "this loader has a generator of its own, which its state does not contain. After a "
             "resume the next epoch would have another order. Leave the generator out; then torch's "
             "own random state, which checkpoints contain, sets the order"
         )
+    if isinstance(getattr(loader, "dataset", loader), IterableDataset):
+        raise SpecError(
+            f"this {kind} reads a stream without a state, so a resume would begin again with its "
+            f"first samples. {_STREAM}"
+        )
+    if not isinstance(loader, DataLoader):
+        return 1
     raise SpecError(
         f"this DataLoader has a sampler of its own ({type(loader.sampler).__name__}), whose order "
         "no resume can continue; give it sampler=session.distributed_sampler(...) or "

@@ -426,7 +426,7 @@ class Session(StreamMethods):
         """Return how many batches of `loader` are one step. Raises as `batches`."""
         if not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
             raise TypeError(f"loader={loader!r}: expected an iterable of batches")
-        return check_order(loader)
+        return check_order(loader, self._state.saves)
 
     def _ends_step(self, number: int, parts: int) -> bool:
         """Return False if the program only accumulated gradients of the batch `number`."""

@@ -91,10 +91,9 @@ class StreamMethods:
                 `multiprocessing_context`, as for a DataLoader.
 
         Raises `TypeError` for a source that names no shards, `SpecError` for an argument,
-        `SessionError` after the first step or with a session of a framework's files, and
-        `CheckpointError` if the checkpoint's stream had other shards, seed or buffer.
+        `SessionError` after the first step, and `CheckpointError` if the checkpoint's stream had
+        other shards, seed or buffer.
         """
-        streams = self._require_streams()
         position = self._position
         options = StreamOptions(
             batch=_batch(batch_size, global_batch, position.world_size),
@@ -111,25 +110,15 @@ class StreamMethods:
         )
         if not isinstance(name, str):
             raise TypeError(f"name={name!r}: expected text")
-        made = self._make(source, options)
-        self._report(made.note)
-        self._report(_continued(streams, name, made))
-        return made
-
-    def _require_streams(self) -> Streams:
-        """Return what saves streams. Raises `SessionError` if it is too late, or if nothing can."""
-        streams = self._state.streams
-        if streams is None:
-            raise SessionError(
-                "this session saves a framework's own files, which have no place for a stream; "
-                "use a dataset with an index and session.sampler"
-            )
-        if self._position.has_begun:
+        if position.has_begun:
             raise SessionError(
                 f"stream(): step {self.step} is complete; make streams before the loop begins, so "
                 "that each checkpoint has their position"
             )
-        return streams
+        made = self._make(source, options)
+        self._report(made.note)
+        self._report(_continued(self._state.streams, name, made))
+        return made
 
     def _report(self, text: str) -> None:
         if text and self._ranks.rank == 0:

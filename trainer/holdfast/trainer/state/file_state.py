@@ -1,7 +1,7 @@
 """The state of a program whose framework saves and reads its own files.
 
-A checkpoint has the framework's files, one small file per rank with the random generators, and
-`train_state.json`.
+A checkpoint has the framework's files, one small file per rank with the random generators, one with
+the rank's part of each stream, and `train_state.json`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,21 @@ from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.topology import FIXED
 from holdfast.trainer.ranks.collective import ControlGroup
-from holdfast.trainer.staging.file_writers import Writer, torch_writer
-from holdfast.trainer.state import rng
-from holdfast.trainer.state.run_state import FRAMEWORK, Restored, State, TrainingProgress
+from holdfast.trainer.staging.file_writers import Writer, bytes_writer, torch_writer
+from holdfast.trainer.state import plain, rng
+from holdfast.trainer.state.run_state import (
+    FRAMEWORK,
+    ElasticRows,
+    Restored,
+    SavedRows,
+    State,
+    TrainingProgress,
+)
 
 # The format of `train_state.json` beside a framework's own files.
 FILES_FORMAT: Final = "files"
 FACTS: Final = "framework_facts"
+STREAMS: Final = "streams"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +82,46 @@ class Framework(Protocol):
         ...
 
 
+class StreamFiles:
+    """Implements `Streams`: a file of each rank with its rows, which other ranks can read."""
+
+    def __init__(self, ranks: ControlGroup) -> None:
+        self._ranks = ranks
+        self._made: dict[str, ElasticRows] = {}
+        self._saved: dict[str, SavedRows] = {}
+
+    def add_rows(self, name: str, item: ElasticRows) -> SavedRows | None:
+        """See `Streams`. Raises `CheckpointError` if the name is in use."""
+        if not name or name in self._made:
+            raise CheckpointError(f"name={name!r}: expected a name that no other stream has")
+        self._made[name] = item
+        return self._saved.pop(name, None)
+
+    def forgotten_rows(self) -> list[str]:
+        return list(self._saved)
+
+    def collect(self) -> tuple[dict[str, Writer], dict[str, Any]]:
+        """Return the writer of this rank's file, if there are streams, and their facts."""
+        if not self._made:
+            return {}, {}
+        rows = {name: item.state_dict() for name, item in self._made.items()}
+        content = plain.to_bytes(rows, STREAMS)
+        facts = {name: item.facts() for name, item in self._made.items()}
+        return {_rows_of(self._ranks.rank): bytes_writer(content)}, facts
+
+    def load(self, directory: Path, facts: Mapping[str, Any], ranks: int) -> None:
+        """Read the rows of a checkpoint of `ranks` ranks, of which this rank reads a share."""
+        self._saved.clear()
+        if not facts:
+            return
+        mine = range(self._ranks.rank, ranks, self._ranks.world_size)
+        files = [plain.from_bytes((directory / _rows_of(rank)).read_bytes()) for rank in mine]
+        self._saved |= {
+            name: SavedRows(dict(one), [rows[name] for rows in files])
+            for name, one in facts.items()
+        }
+
+
 class FileState:
     """Captures and restores one rank's state through a framework."""
 
@@ -81,15 +129,16 @@ class FileState:
         self._framework, self._ranks = framework, ranks
         self._generators = rng.ResumedGenerators()
         self._is_resumed = False
+        self.streams = StreamFiles(ranks)
 
     @property
     def awaits_first_step(self) -> bool:
         """True in a new run: the size of the files is known after the first step."""
         return not self._is_resumed
 
-    @property
-    def streams(self) -> None:
-        """None: checkpoints have the framework's files only."""
+    def saves(self, item: object) -> bool:
+        """Return False: checkpoints have no further objects."""
+        return False
 
     def capture(self, progress: TrainingProgress) -> tuple[State, dict[str, Any]]:
         """Return the writers of this rank's files, and the document, which rank 0 saves.
@@ -102,11 +151,14 @@ class FileState:
         files: State = dict(self._framework.collect())
         generators = rng.capture()
         files[_generators_of(self._ranks.rank)] = torch_writer(generators)
+        rows, facts = self.streams.collect()
+        files |= rows
         document = {
             "format": FILES_FORMAT,
             FRAMEWORK: self._framework.name,
             FACTS: self._framework.facts(),
             FIXED: self._framework.why_fixed(),
+            STREAMS: facts,
             **progress.as_document(),
             "world_size": self._ranks.world_size,
         }
@@ -127,6 +179,7 @@ class FileState:
             scratch=scratch,
         )
         notes = self._framework.read(saved, self._ranks)
+        self.streams.load(directory, document.get(STREAMS, {}), saved.world_size)
         rank = self._ranks.rank
         # A rank that did not exist then has no saved generators.
         is_reseeded = rank >= saved.world_size
@@ -137,7 +190,8 @@ class FileState:
         # Noted right after the restore: the program may draw numbers before its first step.
         self._generators.note()
         self._is_resumed = True
-        return Restored(parts=(self._framework.name, "rng"), reseeded=is_reseeded), notes
+        parts = (self._framework.name, "rng", *self.streams.forgotten_rows())
+        return Restored(parts=parts, reseeded=is_reseeded), notes
 
     def rewind_generators(self, *, is_last: bool) -> list[str]:
         """Restore the random generators as resumed: see `rng.ResumedGenerators.rewind`."""
@@ -167,6 +221,10 @@ class FileState:
                 f"{counted(now, 'rank')} cannot load it: {reason}. "
                 f"Relaunch on {counted(saved, 'rank')}"
             )
+
+
+def _rows_of(rank: int) -> str:
+    return f"streams/rank-{rank:05d}.bin"
 
 
 def _generators_of(rank: int) -> str:

@@ -9,6 +9,7 @@ each rank. Only that rank saves and restores the row, and the row's key contains
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,6 +143,14 @@ class Objects:
 
     def __iter__(self) -> Any:
         return iter((*self._shared, *self._alone, *self._saved_rows))
+
+    def saves(self, item: object) -> bool:
+        """Return whether `item` is one of the objects, or an attribute of one."""
+        objects = (*self._shared.values(), *self._alone.values())
+        return any(
+            item is each or any(item is part for part in getattr(each, "__dict__", {}).values())
+            for each in objects
+        )
 
     def add_rows(self, name: str, item: ElasticRows) -> SavedRows | None:
         """Save `item` from now on. Return what the checkpoint has of it, or None.
@@ -414,6 +423,8 @@ def _stateful(name: str, item: Any) -> Stateful:
         return NumpyGenerator(item)
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
         _check_samplers(name, item)
+        if is_of_one_rank(item):
+            copy_states_of(item)
         stateful: Stateful = item
         return stateful
     kind = type(item).__name__
@@ -421,6 +432,28 @@ def _stateful(name: str, item: Any) -> Stateful:
     if isinstance(item, Sampler | DistributedSampler | DataLoader):
         instead = f"its position in the data would be lost. {_ELASTIC}"
     raise CheckpointError(f"extra {name!r}: a {kind} has no state to save; {instead}")
+
+
+class _CopiedState:
+    """A dataset's `state_dict` whose result does not change later."""
+
+    def __init__(self, method: Callable[[], Any]) -> None:
+        self._method = method
+
+    def __call__(self) -> Any:
+        return copy.deepcopy(self._method())
+
+
+def copy_states_of(loader: Any) -> None:
+    """Let the workers of torchdata's loader send copies of its dataset's state.
+
+    A worker reads on while the state is sent, and compares it with the one before. A dataset may
+    return its own lists, as those of torchtitan do, so both would have changed by then.
+    """
+    dataset = getattr(loader, "dataset", None)
+    method = getattr(dataset, "state_dict", None)
+    if callable(method) and not isinstance(method, _CopiedState) and hasattr(dataset, "__dict__"):
+        vars(dataset)["state_dict"] = _CopiedState(method)
 
 
 def _state_of(item: Any) -> Any:

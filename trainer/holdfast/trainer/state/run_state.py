@@ -111,8 +111,12 @@ class ProgramState(Protocol):
         ...
 
     @property
-    def streams(self) -> Streams | None:
-        """What saves and restores streams, or None if these checkpoints cannot."""
+    def streams(self) -> Streams:
+        """What saves and restores streams."""
+        ...
+
+    def saves(self, item: object) -> bool:
+        """Return whether checkpoints have the state of `item`, such as a loader."""
         ...
 
     def close(self) -> None:

@@ -415,6 +415,9 @@ class TrainState:
         """The objects, to which streams are added after a load."""
         return self._objects
 
+    def saves(self, item: object) -> bool:
+        return self._objects.saves(item)
+
     # --- model and optimizers -------------------------------------------------------------
 
     def _check(self, named: Named) -> None:

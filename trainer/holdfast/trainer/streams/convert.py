@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Final
 
 from holdfast.contracts.disk.digests import digest_of
@@ -14,6 +15,9 @@ from holdfast.trainer.streams.source import WHAT_WORKS, Source
 from holdfast.trainer.streams.tar import TarMember, TarShards, grouped
 
 _BUFFER: Final = "BufferShuffledExamplesIterable"
+# Older versions of datasets lose the rest of a block of samples after these steps.
+_EXACT_SINCE: Final = (5, 1)
+_LOSSY: Final = ("Filtered", "Mapped")
 _DEPTH_MAX: Final = 200
 PACKAGE: Final = "webdataset"
 _DROPPING: Final = ("_rsample", "_select")
@@ -251,6 +255,31 @@ def _path_of(url: str) -> str:
     return url
 
 
+def why_inexact(dataset: Any, *, with_buffers: bool = True) -> str:
+    """Return why a `datasets` stream cannot continue from its own state, or "" if it can.
+
+    Pass `with_buffers=False` if shuffle buffers do not matter.
+    """
+    names = set(_kinds_of(dataset._ex_iterable, 0))
+    if with_buffers and _BUFFER in names:
+        return "its shuffle buffer, whose content no checkpoint has"
+    version = import_module("datasets").__version__
+    is_old = tuple(map(int, version.split(".")[:2])) < _EXACT_SINCE
+    if is_old and any(name.startswith(_LOSSY) for name in names):
+        return (
+            f"its map or filter, because datasets {version} loses samples when it continues after "
+            f"one; expected {'.'.join(map(str, _EXACT_SINCE))} or newer"
+        )
+    return ""
+
+
+def _kinds_of(node: Any, depth: int) -> Iterator[str]:
+    yield type(node).__name__
+    for inputs in _children(node).values() if depth < _DEPTH_MAX else ():
+        for each in inputs:
+            yield from _kinds_of(each, depth + 1)
+
+
 class HuggingFaceStream(Source):
     """The shards of a `datasets.IterableDataset`. `buffer` is the size of its shuffle buffer.
 
@@ -260,11 +289,19 @@ class HuggingFaceStream(Source):
     """
 
     def __init__(self, dataset: Any) -> None:
-        """Raises `SpecError` for a dataset of one node, whose rest nobody would read."""
+        """Raises `SpecError` for a dataset of one node, whose rest nobody would read.
+
+        Raises it also for steps whose state an old version of `datasets` does not have.
+        """
         if getattr(dataset, "_distributed", None) is not None:
             raise SpecError(
                 "this dataset was divided by split_dataset_by_node; expected the whole dataset, "
                 "because the session divides it over the ranks"
+            )
+        if why := why_inexact(dataset, with_buffers=False):
+            raise SpecError(
+                f"this stream cannot continue after {why}. Install that, or leave map and "
+                "filter out, and do their work in the transform of session.stream"
             )
         self._dataset = copy.copy(dataset)
         tree, self.buffer = _without_buffers(dataset._ex_iterable, 0)

@@ -95,6 +95,8 @@ class StreamLoader:
         """This rank reads part `part` of `parts`. Raises `SpecError` for names that do not work."""
         # A note for people, or "".
         self.note = ""
+        # With gradient accumulation, the program sets this.
+        self.batches_per_step = 1
         if size := int(getattr(source, "buffer", 0)):
             self.note = (
                 f"the stream is shuffled in blocks of {size} samples in place of the dataset's "
@@ -160,7 +162,7 @@ class StreamLoader:
         windows = {w for w in self._place.skips if w.first_step == self._place.next_step}
         new = windows - self._skipped
         self._skipped |= new
-        return sum(window.steps for window in new)
+        return sum(window.steps for window in new) * self.batches_per_step
 
     def has_next(self) -> bool:
         """Return whether the epoch has another batch, which is read now and given later.
@@ -431,11 +433,11 @@ def _describe(changed: Sequence[str], facts: Mapping[str, Any], now: Mapping[str
         return (
             f"the shards of the stream are not those of the checkpoint ({what}): one was added or "
             "removed, or its name or size has changed, so positions in them mean nothing. Restore "
-            "the shards, or begin the stream afresh with exclude"
+            "the shards, or begin the stream afresh with exclude or another name"
         )
     return (
         f"the stream is not the one of the checkpoint ({what}). Give it the former values, or "
-        "begin it afresh with exclude"
+        "begin it afresh with exclude or another name"
     )
 
 

@@ -14,12 +14,13 @@ from decimal import Decimal
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.streams.files import CHECK_S, open_file, open_shard, size_of
+from holdfast.trainer.streams.packed import check_format, open_packed
 from holdfast.trainer.streams.source import Source
 
 _NUMBER: Final = np.dtype("<u4")
@@ -33,6 +34,8 @@ _TYPES: Final = {
     34: "float32", 64: "uint64", 65: "int64", 66: "float64",
 }  # fmt: skip
 _ARRAY: Final = "ndarray"
+# The files of a shard in its row of the index.
+_RAW, _PACKED = "raw_data", "zip_data"
 
 
 def _scalar(kind: str, data: bytes) -> Any:
@@ -52,13 +55,16 @@ _DECODED: Final[Mapping[str, Callable[[bytes], Any]]] = {
 
 
 class MdsShards(Source):
-    """The shards of a folder that `MDSWriter` of MosaicML Streaming wrote, without compression.
+    """The shards of a folder that `MDSWriter` of MosaicML Streaming wrote.
 
-    A sample is a dict of the columns. Pictures and pickled columns are given as their bytes: decode
-    them in the `transform` of the stream. The order is not that of `StreamingDataset`.
+    A compressed shard is unpacked into memory while it is open, unless its decompressed file is
+    beside it. A sample is a dict of the columns. Pictures and pickled columns are given as their
+    bytes: decode them in the `transform` of the stream. The order is not that of
+    `StreamingDataset`.
 
     It is a dataset with an index, too. In a DataLoader with `Session.sampler`, the order is the
-    same at every number of ranks. Each sample is then read by itself, so keep the shards local.
+    same at every number of ranks. Each sample is then read by itself, so keep the shards local and
+    decompressed.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -68,6 +74,7 @@ class MdsShards(Source):
         # The names of the shards, and the number of samples up to the end of each.
         self._names: list[str] = []
         self._ends: list[int] = []
+        self._is_plain = False
 
     def __len__(self) -> int:
         """Return the number of samples of all shards."""
@@ -77,7 +84,11 @@ class MdsShards(Source):
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return a sample. Raises `IndexError` behind the last one."""
+        """Return a sample.
+
+        Raises `IndexError` behind the last one, and `SpecError` if a shard is compressed.
+        """
+        self._require_plain()
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number}: expected a number below {len(self)}")
         place = bisect_right(self._ends, number)
@@ -89,7 +100,7 @@ class MdsShards(Source):
         """Return the names of the files with their sizes and numbers of samples.
 
         Raises `OSError` if a file is missing, and `SpecError` if one has another size than the
-        index says, or is compressed.
+        index says, or is compressed in a way that nothing here unpacks.
         """
         rows, until = self._index(), time.monotonic() + CHECK_S
         for row in rows.values():
@@ -101,14 +112,10 @@ class MdsShards(Source):
         """Iterate over the samples from number `position` on."""
         row = self._index()[shard]
         path, count = self._path(row), _count(row)
-        with open_shard(path, int(row["raw_data"]["bytes"])) as file:
+        with self._open_file(row) as file:
             head = np.frombuffer(file.read(4 * (count + 2)), _NUMBER).astype(np.int64)
             is_whole = len(head) == count + 2 and head[0] == count
-            if (
-                not is_whole
-                or head[-1] != row["raw_data"]["bytes"]
-                or (np.diff(head[1:]) < 0).any()
-            ):
+            if not is_whole or head[-1] != row[_RAW]["bytes"] or (np.diff(head[1:]) < 0).any():
                 raise SpecError(
                     f"the shard {path} is damaged: its table of samples does not fit its size, or "
                     f"the {count} samples of index.json; write it again"
@@ -124,8 +131,36 @@ class MdsShards(Source):
                     ) from error
                 yield sample, number + 1
 
-    def _path(self, row: Mapping[str, Any]) -> str:
-        return f"{self._folder}/{row['raw_data']['basename']}"
+    def _path(self, row: Mapping[str, Any], kind: str = _RAW) -> str:
+        return f"{self._folder}/{row[kind]['basename']}"
+
+    def _is_packed(self, row: Mapping[str, Any]) -> bool:
+        """Return True if a shard exists only compressed."""
+        if not row.get(_PACKED):
+            return False
+        try:
+            size_of(self._path(row))
+        except FileNotFoundError:
+            return True
+        return False
+
+    def _require_plain(self) -> None:
+        if self._is_plain:
+            return
+        for row in self._index().values():
+            if self._is_packed(row):
+                raise SpecError(
+                    f"the shard {self._path(row, _PACKED)} is compressed, so each sample in the "
+                    "order of a sampler would unpack a whole shard; give MdsShards to "
+                    "session.stream, or put decompressed shards beside the compressed ones"
+                )
+        self._is_plain = True
+
+    def _open_file(self, row: Mapping[str, Any]) -> IO[bytes]:
+        size = int(row[_RAW]["bytes"])
+        if not self._is_packed(row):
+            return open_shard(self._path(row), size)
+        return open_packed(self._path(row, _PACKED), row[_PACKED], row["compression"], size)
 
     def _index(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the rows of the index by the names of the shards. Raises `SpecError`."""
@@ -146,33 +181,28 @@ class MdsShards(Source):
         return self._rows
 
     def _check(self, row: Mapping[str, Any]) -> None:
-        path = self._path(row)
-        try:
-            found = size_of(path)
-        except FileNotFoundError:
-            if row.get("zip_data"):
-                raise SpecError(
-                    f"the shard {path} exists only compressed with {row['compression']}, so no "
-                    "sample can be read from a position; expected it decompressed beside that, or "
-                    "MDSWriter without compression"
-                ) from None
-            raise
-        if found != row["raw_data"]["bytes"]:
+        kind = _PACKED if self._is_packed(row) else _RAW
+        path, expected = self._path(row, kind), row[kind]["bytes"]
+        if kind == _PACKED:
+            check_format(path, row["compression"])
+        if (found := size_of(path)) != expected:
             raise SpecError(
-                f"the shard {path} has {found} bytes, and index.json says "
-                f"{row['raw_data']['bytes']}; copy or write it again"
+                f"the shard {path} has {found} bytes, and index.json says {expected}; copy or "
+                "write it again"
             )
 
 
 def _name_of(path: str, row: Mapping[str, Any]) -> str:
     """Return the name of a shard from its row of the index at `path`. Raises `SpecError`."""
-    file, size = str(row["raw_data"]["basename"]), int(row["raw_data"]["bytes"])
+    file, size = str(row[_RAW]["basename"]), int(row[_RAW]["bytes"])
+    files = [file, *([str(row[_PACKED]["basename"])] if row.get(_PACKED) else [])]
     if (row["format"], row["version"]) != ("mds", 2):
         raise SpecError(
             f"{path} names a shard of format {row['format']} {row['version']}; expected mds 2"
         )
-    if file.startswith("/") or ".." in file.split("/"):
-        raise SpecError(f"{path} names {file!r}; expected a file of its folder")
+    for each in files:
+        if each.startswith("/") or ".." in each.split("/"):
+            raise SpecError(f"{path} names {each!r}; expected a file of its folder")
     return f"{file} ({size} bytes, {_count(row)} samples)"
 
 

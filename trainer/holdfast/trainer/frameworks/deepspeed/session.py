@@ -26,10 +26,12 @@ from torch.utils.data import DistributedSampler, RandomSampler
 from holdfast.contracts.disk.reading import is_mine
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.trainer.data.sampler import ElasticDistributedSampler
+from holdfast.trainer.frameworks.streamed import is_stream
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.session.file_session import FileSession
 from holdfast.trainer.staging.file_writers import Writer, bytes_writer, torch_writer
 from holdfast.trainer.state.file_state import SavedFiles
+from holdfast.trainer.streams.loader import StreamLoader
 
 # DeepSpeed's checkpoint files: collected from its own `save_checkpoint`, read by its own load.
 #
@@ -358,6 +360,22 @@ class DeepSpeedSession(FileSession):
             best=best,
         )
 
+    def stream(self, /, source: Any, *args: Any, **options: Any) -> StreamLoader:
+        """Returns a loader over shards, as `Session.stream` does. Each batch is a micro-batch.
+
+        Raises also `SpecError` with gradient accumulation, unless `repeat` is true: an epoch's last
+        batches might fill no step.
+        """
+        parts = int(self._engine.gradient_accumulation_steps())
+        if parts > 1 and not options.get("repeat"):
+            raise SpecError(
+                f"a stream with gradient accumulation over {parts} batches: an epoch might end in "
+                "the middle of a step. Pass repeat=True, and loop over session.steps"
+            )
+        made = super().stream(source, *args, **options)
+        made.batches_per_step = parts
+        return made
+
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterates over `loader`. Each batch is one micro-batch of the engine.
 
@@ -373,7 +391,7 @@ class DeepSpeedSession(FileSession):
                 "a RepeatingLoader hides where an epoch ends; pass the loader itself to "
                 "session.batches, in a loop over session.epochs"
             )
-        if isinstance(loader, DeepSpeedDataLoader):
+        if isinstance(loader, DeepSpeedDataLoader) and not is_stream(loader):
             self._give_order(loader)
         super()._batches_per_step(loader)
         return int(self._engine.gradient_accumulation_steps())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from torch import nn
+from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.checkpointer import CheckpointManager as Stock
@@ -30,11 +31,14 @@ from holdfast.trainer.frameworks.torchtitan.settings import (
     given,
 )
 from holdfast.trainer.loading.checkpoint import load_checkpoint
-from holdfast.trainer.state.objects import RankLimited
+from holdfast.trainer.state.objects import RankLimited, copy_states_of
+from holdfast.trainer.streams.convert import why_inexact
 
 # What a checkpoint of a torchtitan trainer contains beside weights, optimizers and schedulers.
 
 FORMAT: Final = 1
+# Datasets that read others.
+DEPTH_MAX: Final = 8
 TOKENS: Final = "ntokens_seen"
 
 
@@ -116,7 +120,16 @@ class LoaderState:
     is_of_one_size = True
 
     def __init__(self, loader: BaseDataLoader) -> None:
+        """Raises `SpecError` for a loader whose own state does not determine its samples."""
         self._loader = loader
+        for stream in _streams_in(loader, 0):
+            if why := why_inexact(stream):
+                raise SpecError(
+                    f"the {type(loader).__name__} reads a stream that cannot continue after {why}. "
+                    "Do the work of map and filter in sample_processor, and shuffle the data "
+                    "before the run; or use a dataset with an index, or TokenDataLoader"
+                )
+        copy_states_of(loader)
         self.was_restored = False
         # torchtitan pickles the state of torchdata's loader, which is plain data itself.
         kind = type(loader)
@@ -140,6 +153,16 @@ class LoaderState:
         """
         if self.was_restored and isinstance(self._loader, StatefulDataLoader):
             StatefulDataLoader.state_dict(self._loader)
+
+
+def _streams_in(owner: Any, depth: int) -> Iterator[Any]:
+    """Yield the streams of `datasets` that a loader or a dataset of torchtitan reads."""
+    for value in vars(owner).values():
+        for item in value if isinstance(value, list) else [value]:
+            if hasattr(item, "_ex_iterable"):
+                yield item
+            elif isinstance(item, IterableDataset) and depth < DEPTH_MAX:
+                yield from _streams_in(item, depth + 1)
 
 
 # torchtitan's own checkpoint manager, for checkpoints that torchtitan made and for its export.

@@ -1,0 +1,98 @@
+"""Streams of `datasets`: each step's state continues at every sample, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import pytest
+from tests.unit.test_streams import alone, flat, read
+
+from holdfast.contracts.errors import SpecError
+from holdfast.trainer.state import plain
+from holdfast.trainer.streams.convert import as_source, why_inexact
+
+ROWS, SHARDS = 40, 4
+
+
+def rows() -> Any:
+    made = datasets.Dataset.from_dict({"n": list(range(ROWS))})
+    return made.to_iterable_dataset(num_shards=SHARDS)
+
+
+def same(row: dict[str, Any]) -> dict[str, Any]:
+    return dict(row)
+
+
+def is_kept(row: dict[str, Any]) -> bool:
+    return bool(row["n"] % 3)
+
+
+def mixed(**more: Any) -> Any:
+    return datasets.interleave_datasets([rows().map(same), rows().filter(is_kept)], **more)
+
+
+STEPS: dict[str, Callable[[], Any]] = {
+    "plain": rows,
+    "map": lambda: rows().map(same),
+    "filter": lambda: rows().filter(is_kept),
+    "map and filter": lambda: rows().map(same).filter(is_kept).map(same),
+    "batched map": lambda: rows().map(same, batched=True, batch_size=3),
+    "shuffle": lambda: rows().map(same).shuffle(seed=1, buffer_size=8),
+    "interleave": mixed,
+    "interleave at random": lambda: mixed(probabilities=[0.3, 0.7], seed=4),
+    "interleave until all end": lambda: mixed(stopping_strategy="all_exhausted"),
+    "concatenate": lambda: datasets.concatenate_datasets([rows().map(same), rows()]),
+    "take and skip": lambda: rows().skip(3).take(21),
+    "numpy": lambda: rows().map(same).with_format("numpy"),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_each_shard_continues_at_every_sample(kind: str) -> None:
+    source = as_source(STEPS[kind]())
+    for name in source.shards():
+        whole, places = [], []
+        for sample, place in source.open(name, None):
+            whole.append(int(sample["n"]))
+            place = place() if callable(place) else place
+            places.append(plain.from_bytes(plain.to_bytes(place, "place")))
+        for at, place in enumerate(places, 1):
+            rest = [int(one["n"]) for one, _ in as_source(STEPS[kind]()).open(name, place)]
+            assert whole[:at] + rest == whole, (name, at)
+
+
+@pytest.mark.parametrize("kind", ["map and filter", "shuffle", "interleave at random"])
+def test_a_stream_continues_after_five_resumes_and_at_other_sizes(kind: str) -> None:
+    def number(row: dict[str, Any]) -> int:
+        return int(row["n"])
+
+    more: Any = {"batch": 3, "transform": number, "open_shards": 2, "num_workers": 2}
+    whole = list(alone(as_source(STEPS[kind]()), **more))
+    given: list[Any] = []
+    saved: Any = None
+    for steps in (1, 1, 2, 1, 1, 100):
+        loader = alone(as_source(STEPS[kind]()), **more)
+        if saved is not None:
+            assert loader.resume(*saved) == ""
+        given += [batch for _, batch in zip(range(steps), loader, strict=False)]
+        saved = loader.facts(), [loader.state_dict()]
+    assert given == whole
+    del more["num_workers"]
+    two, rest = read(as_source(STEPS[kind]()), 2, steps=2, **more)
+    three, _ = read(as_source(STEPS[kind]()), 3, saved=rest, **more)
+    assert flat(two + three) == flat([whole])
+
+
+def test_steps_that_an_old_version_loses_samples_after_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "shuffle buffer" in why_inexact(STEPS["shuffle"]())
+    assert why_inexact(STEPS["map and filter"]()) == ""
+    monkeypatch.setattr(datasets, "__version__", "5.0.0")
+    for kind in ("map", "filter", "interleave", "batched map"):
+        with pytest.raises(SpecError, match=r"datasets 5\.0\.0 loses samples .* 5\.1 or newer"):
+            as_source(STEPS[kind]())
+    assert as_source(rows().shuffle(seed=1, buffer_size=8)).shards()
+    assert "shuffle buffer" in why_inexact(rows().shuffle(seed=1))
