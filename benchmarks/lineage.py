@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,7 +35,7 @@ from benchmarks.lineage_api import took_ms
 from benchmarks.lineage_fill import CHAIN, RUNS_WITH_METRICS, T0, checkpoint_name, fill, run_uid
 from benchmarks.lineage_folders import make_folders
 from benchmarks.lineage_report import Took, computed_s, write_section
-from tests.postgres import postgres_server
+from tests.support.postgres import postgres_server
 
 from holdfast.cli.shared.collector import return_free_memory
 from holdfast.contracts.disk.paths import RunPaths, list_runs
@@ -228,7 +229,7 @@ def timed(ask: Callable[[int], object], samples: int) -> dict[str, float]:
     ask(0)
     by_clock, before_s = [], computed_s()
     for index in range(samples):
-        by_clock.append(1000 * stopwatch(lambda index=index: ask(index)))
+        by_clock.append(1000 * stopwatch(partial(ask, index)))
     return Took(by_clock, 1000 * (computed_s() - before_s) / samples).cuts()
 
 

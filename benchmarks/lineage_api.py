@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import httpx
 from benchmarks.lineage_report import Took, computed_s
@@ -42,7 +42,7 @@ def took_ms(url: str, asks: dict[str, list[list[str]]]) -> dict[str, Took]:
 def _app(home: Path, tokens: TokenStore) -> FastAPI:
     """Return the application without runs on disk to watch and without a way to start one."""
 
-    def refuse(*_given: Any) -> dict[str, Any]:
+    def refuse(*_given: Any) -> NoReturn:
         raise RuntimeError("the benchmark does not start runs")
 
     store, hub = IndexStore(Index()), Hub()

@@ -20,7 +20,7 @@ from typing import Any, Final
 from playwright.sync_api import Browser, Page
 from tests.support.runs import RunFolder
 from tests.web import testbed
-from tests.web.sample_runs import lay_out
+from tests.web.sample_runs import write_sample_runs
 
 from holdfast.contracts.disk.journal import EventKind
 
@@ -43,7 +43,7 @@ def main() -> None:
     count = parser.parse_args().checkpoints
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        lay_out(home / "runs", time.time())
+        write_sample_runs(home / "runs", time.time())
         make_deep(home / "runs", count)
         live = RunFolder(home / "runs", "committing", "8" * 32, created_at=time.time())
         live.submit(1, 2, time.time())

@@ -174,7 +174,7 @@ class Held(Job):
         raise SystemExit(f"{self.folder.name}: no agent has claimed the attempt")
 
     def stages(self, since: float) -> dict[str, float]:
-        wanted = {EventKind.LAUNCH_ENDED: "ended", EventKind.RESUMED: "resumed"}
+        wanted: dict[str, str] = {EventKind.LAUNCH_ENDED: "ended", EventKind.RESUMED: "resumed"}
         found = [e for e in load_history(self.paths).events if e.time > since and e.kind in wanted]
         return {wanted[event.kind]: event.time - since for event in reversed(found)}
 
@@ -212,8 +212,9 @@ class Bare(Job):
         return self._process.pid
 
     def end(self) -> None:
-        for process in [*descendants(psutil.Process(self._process.pid)), self._process]:
-            with contextlib.suppress(psutil.Error, ProcessLookupError):
+        root = psutil.Process(self._process.pid)
+        for process in [*descendants(root), root]:
+            with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
         self._process.wait()
 

@@ -172,7 +172,8 @@ def measure_old(
 ) -> dict[str, Any]:
     """Return what a turn costs in each of `runs` runs that are a year old, in one process."""
     play_site(folder, 2 * runs)
-    young, old = [], []
+    young: list[RunPaths] = []
+    old: list[RunPaths] = []
     for number in range(runs):
         young.append(make_run(folder / "young", number, is_pending=False))
     for number in range(runs):

@@ -49,7 +49,7 @@ def stream_of(kind: str, folder: Path) -> IterableDataset[Any]:
     """Return the dataset that the program gives to its framework."""
     if kind == "named":
         return Named(folder)
-    source, options = source_of(kind, folder)
+    source, options = source_of(kind, folder, None)
     return StreamDataset(source, **options) if kind == "lines" else source
 
 

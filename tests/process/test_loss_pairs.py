@@ -57,7 +57,7 @@ def test_a_stream_gives_the_same_samples_after_a_loss(tmp_path: Path, lost: int)
     whole, stream = (StreamRun(tmp_path / name, "lines", 0) for name in ("whole", "job"))
     whole.launch(2)
     stream.directory.mkdir()
-    settings = {**json.loads(stream.settings), "sleep_s": 0.3, "hurry": str(tmp_path / "hurry")}
+    settings = {**stream.settings, "sleep_s": 0.3, "hurry": str(tmp_path / "hurry")}
     given: dict[str, Any] = {
         "program": Path(stream_program.__file__),
         "checkpoint": {"interval": EVERY, "snapshots": "off"},
