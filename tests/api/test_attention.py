@@ -82,14 +82,14 @@ def test_each_problem_is_listed_once_with_its_cause_age_and_help(served: Served)
     found = {(one["run"], one["kind"]): one for one in listed(served)}
     assert {kind for _, kind in found} == {
         *("unsupervised", "checkpoint_old", "mirror_behind", "node_silent", "saves_fail"),
-        *("pending_long", "no_spare"),
+        *("pending_long", "spares_used"),
     }
     old = found["old", "checkpoint_old"]
     assert "no checkpoint for 65 min" in old["text"]
     assert "403 Forbidden" in found["mirror", "mirror_behind"]["text"]
     assert "gpu-2" in found["node", "node_silent"]["action"]
     assert "No space left" in found["full-disk", "saves_fail"]["text"]
-    assert found["alone", "no_spare"]["text"] == "no spare node is left; lost or left: gpu-3"
+    assert found["alone", "spares_used"]["text"] == "no spare node is left; lost or left: gpu-3"
     assert found["queued", "pending_long"]["text"] == "the job 101 is pending: AssocGrpGRES"
     assert all(one["since"] for (_, kind), one in found.items() if kind != "unsupervised")
     assert all(one["action"] for one in found.values())

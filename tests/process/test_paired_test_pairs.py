@@ -241,7 +241,7 @@ def assert_stops_after(job: TestedJob, step: int, cause: Cause) -> Outcome:
 
 
 def assert_continues(job: TestedJob, whole: LocalRun, before: Outcome) -> None:
-    """The next attempt goes on after the last step, with the same bits."""
+    """The next attempt continues after the last step, with the same bits."""
     job.start_attempt(2)
     outcome = job.end()
     assert outcome.first_step == (before.last_step or 0) + 1

@@ -11,10 +11,9 @@ import json
 import os
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-import agent_program
 
 from holdfast.trainer import Session
 from holdfast.trainer.ranks import paired_test
@@ -31,25 +30,25 @@ def wait_at(place: str) -> None:
 
 
 def hold() -> None:
-    work_s, measure, batch = paired_test._host_work_s, paired_test._Links.measure, Session.batch
+    test: Any = paired_test
+    links, session = test._Links, Session
+    _wrap(test, "_host_work_s", lambda *_: f"work-{RANK}")
+    _wrap(links, "measure", lambda *_: f"links-{RANK}")
+    _wrap(session, "batch", lambda session, *_: f"step-{session.step + 1}")
 
-    def held_work_s() -> float:
-        wait_at(f"work-{RANK}")
-        return work_s()
 
-    def held_measure(self: paired_test._Links) -> float:
-        wait_at(f"links-{RANK}")
-        return measure(self)
+def _wrap(owner: Any, name: str, place_of: Any) -> None:
+    """Let a function wait at a place before it does its work."""
+    act = getattr(owner, name)
 
-    def held_batch(self: Session, *given: Any) -> list[int]:
-        wait_at(f"step-{self.step + 1}")
-        return batch(self, *given)
+    def held(*given: Any) -> Any:
+        wait_at(place_of(*given))
+        return act(*given)
 
-    vars(paired_test)["_host_work_s"] = held_work_s
-    paired_test._Links.measure = held_measure  # type: ignore[method-assign]
-    Session.batch = held_batch  # type: ignore[method-assign]
+    setattr(owner, name, held)
 
 
 if __name__ == "__main__":
     hold()
-    agent_program.main()
+    # Its folder is that of the program.
+    import_module("agent_program").main()

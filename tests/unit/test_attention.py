@@ -128,10 +128,10 @@ def test_an_unprotected_launch_is_reported_until_it_is_protected_or_ends() -> No
     assert (one["kind"], one["level"], one["since"]) == ("unprotected", "warn", 2)
     assert one["text"] == "n1: 1 MiB of memory are free"
     assert one["action"].startswith("give the job more memory per node")
-    assert (other["kind"], other["text"]) == ("no_spare", "no spare is left")
+    assert (other["kind"], other["text"]) == ("spares_used", "no spare is left")
     assert other["action"].startswith("Relaunch at a convenient time gets spare nodes again")
     again = event(4, EventKind.PROTECTION, **facts_of, unprotected="")
-    assert kinds(began, lacks, used, again) == ["no_spare"]
+    assert kinds(began, lacks, used, again) == ["spares_used"]
     assert kinds(began, lacks, used, crash(1, 9)) == []
     assert kinds(began, lacks, used, state="waiting") == []
 

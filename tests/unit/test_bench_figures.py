@@ -21,12 +21,12 @@ from holdfast_bench.limits.files import (
 )
 
 STAGING: dict[str, list[float]] = {"raw_write": [0.5, 1.0, 0.5]}
-for _number, _mode in enumerate(figures.STAGING_MODES, start=1):
-    STAGING[f"{_mode}.memcpy"] = [0.1, 0.2, 0.1]
-    STAGING[f"{_mode}.blocked"] = [0.1 * _number, 0.2 * _number, 0.3 * _number]
-    STAGING[f"{_mode}.committed"] = [0.5, 2.0 * _number, 0.5 * _number]
-    STAGING[f"{_mode}.product_alone"] = [0.002, 0.002, 0.002]
-    STAGING[f"{_mode}.product_during_write"] = [0.004, 0.002, 0.004]
+for _times, _staging in enumerate(figures.STAGING_MODES, start=1):
+    STAGING[f"{_staging}.memcpy"] = [0.1, 0.2, 0.1]
+    STAGING[f"{_staging}.blocked"] = [0.1 * _times, 0.2 * _times, 0.3 * _times]
+    STAGING[f"{_staging}.committed"] = [0.5, 2.0 * _times, 0.5 * _times]
+    STAGING[f"{_staging}.product_alone"] = [0.002, 0.002, 0.002]
+    STAGING[f"{_staging}.product_during_write"] = [0.004, 0.002, 0.004]
 STARTS = [
     {
         "first.blocked": [first],

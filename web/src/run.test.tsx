@@ -141,8 +141,9 @@ describe("the warnings of a run", () => {
     expect((await screen.findAllByText("unprotected")).length).toBe(1);
     expect(screen.getAllByText("no spare node left").length).toBe(1);
     const shown = screen.getAllByText(/What helps: end/).map((one) => one.textContent);
-    expect(shown.map((text) => text?.split(" since")[0])).toEqual(["n1: no memory. What helps: "
-      + "end copies.", "n2: no memory. What helps: end copies.", "all used. What helps: end spares."]);
+    expect(shown.map((text) => text?.split(" since")[0])).toEqual([
+      "n1: no memory. What helps: end copies.", "n2: no memory. What helps: end copies.",
+      "all used. What helps: end spares."]);
   });
 
   it("are an error alone if the run is unknown", async () => {

@@ -228,7 +228,7 @@ def _protection(facts: RunFacts) -> Iterable[Finding]:
     if facts.state != RunState.RUNNING:
         return
     lacking = unprotected_in(facts.protection)
-    for kind, lacks in (("unprotected", COPIES), ("no_spare", SPARES)):
+    for kind, lacks in (("unprotected", COPIES), ("spares_used", SPARES)):
         if one := summary_of(lacking, lacks):
             yield finding(kind, "warn", one["text"], one["at"], one["action"])
 

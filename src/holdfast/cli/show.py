@@ -34,7 +34,7 @@ from holdfast.contracts.records.alerts import FAILED_SAVES_MAX, failed_saves, no
 from holdfast.contracts.records.history import load_events, load_history
 from holdfast.contracts.records.known_damage import damaged_checkpoints
 from holdfast.contracts.records.orders import orders_of
-from holdfast.contracts.records.protection import Unprotected, unprotected_in
+from holdfast.contracts.records.protection import Lacking, unprotected_in
 from holdfast.contracts.records.saving import (
     Trained,
     saves_by_holdfast,
@@ -225,7 +225,7 @@ def _damaged(paths: RunPaths, events: Iterable[Event]) -> list[str]:
     ]
 
 
-def _unprotected(one: Unprotected) -> str:
+def _unprotected(one: Lacking) -> str:
     """Return a warning of a running launch that the loss of a node would set back."""
     return f"unprotected against the loss of a node: {one['text']}. What helps: {one['action']}"
 

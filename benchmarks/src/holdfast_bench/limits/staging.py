@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -43,7 +44,10 @@ class StagingModes:
 
     def run(self) -> None:
         """Measure the requested number of pairs, in an order that changes from pair to pair."""
-        acts = [self._write_raw, *(partial(self._save, mode) for mode in STAGING_MODES)]
+        acts: list[Callable[[], None]] = [
+            self._write_raw,
+            *(partial(self._save, mode) for mode in STAGING_MODES),
+        ]
         for pair in range(self._program.settings["pairs"]):
             if pair and not self._program.is_time_left():
                 break

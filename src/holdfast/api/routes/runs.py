@@ -35,7 +35,7 @@ from holdfast.contracts.disk.rank_logs import choose_attempt
 from holdfast.contracts.errors import QueryError
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.records.alerts import crashes, failed_saves, noticed
-from holdfast.contracts.records.protection import Unprotected, unprotected_in
+from holdfast.contracts.records.protection import Lacking, unprotected_in
 from holdfast.contracts.records.saving import saves_by_holdfast, trained_in_view
 from holdfast.contracts.records.topology import SavedTopology
 from holdfast.contracts.records.trackers import trackers_in
@@ -327,7 +327,7 @@ def _gpu_range(spec: dict[str, Any]) -> dict[str, Any]:
     return {"gpus_min": parsed.gpus_min, "gpus_max": parsed.gpus_max, "gpus_allowed": allowed}
 
 
-def _unprotected(store: IndexStore, shown: views.RunView) -> list[Unprotected]:
+def _unprotected(store: IndexStore, shown: views.RunView) -> list[Lacking]:
     if shown["state"] != RunState.RUNNING:
         return []
     return unprotected_in(store.newest_events(shown["uid"], PROTECTION))

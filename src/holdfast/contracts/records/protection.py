@@ -39,7 +39,7 @@ _ADVICE_SPARES: Final = (
 )
 
 
-class Unprotected(TypedDict):
+class Lacking(TypedDict):
     """Something that a running launch lacks. `host` is None if it concerns all of its nodes.
 
     `at` is Unix seconds.
@@ -75,7 +75,7 @@ class ProtectionNotes:
         return {**facts, "lacks": self._lacks, "unprotected": problem}
 
 
-def unprotected_in(events: Iterable[Event]) -> list[Unprotected]:
+def unprotected_in(events: Iterable[Event]) -> list[Lacking]:
     """Return what the running launch lacks; [] if none runs.
 
     Clocks of nodes differ, so the numbers of launches count, and not the order of lines.
@@ -99,7 +99,7 @@ def unprotected_in(events: Iterable[Event]) -> list[Unprotected]:
     return sorted(found, key=lambda one: (one["lacks"], one["host"] or ""))
 
 
-def summary_of(found: Iterable[Unprotected], lacks: Lack) -> Unprotected | None:
+def summary_of(found: Iterable[Lacking], lacks: Lack) -> Lacking | None:
     """Return the earliest of what is lacking in one way, and how many other nodes it concerns."""
     same = sorted((one for one in found if one["lacks"] == lacks), key=lambda one: one["at"])
     if not same:
@@ -111,11 +111,12 @@ def summary_of(found: Iterable[Unprotected], lacks: Lack) -> Unprotected | None:
 
 def _place(event: Event) -> tuple[int, int]:
     attempt, launch = event.data.get("attempt"), event.data.get("launch")
-    is_known = isinstance(attempt, int) and isinstance(launch, int)
-    return (attempt, launch) if is_known else (0, 0)
+    if isinstance(attempt, int) and isinstance(launch, int):
+        return attempt, launch
+    return 0, 0
 
 
-def _unprotected(event: Event) -> Unprotected:
+def _unprotected(event: Event) -> Lacking:
     problem, host = str(event.data.get("unprotected")), event.data.get("host")
     lacks: Lack = SPARES if event.data.get("lacks") == SPARES else COPIES
     where = f"{host}: " if host else ""

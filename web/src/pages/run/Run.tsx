@@ -46,7 +46,7 @@ function Head({ run }: { run: Run }) {
         {unsupervised(run) ? <State state="silent">no supervisor</State> : null}
         {[...new Set(run.unprotected.map((one) => one.lacks))].map((lacks) => (
           <State key={lacks} state="stopping">
-            {kindWords(lacks === "spares" ? "no_spare" : "unprotected")}
+            {kindWords(lacks === "spares" ? "spares_used" : "unprotected")}
           </State>
         ))}
         <span className="muted">{run.reason ?? `submitted by ${run.created_by}`}</span>
