@@ -1,4 +1,4 @@
-"""A paired test meets a loss, a killed rank, a drain, a stop, a save or an order of another size.
+"""A paired test meets a loss, a killed rank, a pause, a drain, a stop, a save or an order of another size.
 
 Each moment is held by a file that a rank waits for. Only the suspicion of the test is played.
 """
@@ -28,6 +28,7 @@ from tests.support.played_nodes import PlayedJob
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.records.attempt import Outcome
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.trainer.ranks.paired_test import LINKS_S
 from holdfast.workers.runs import operator
 
 pytestmark = [pytest.mark.more, pytest.mark.timeout(600)]
@@ -193,6 +194,22 @@ def test_a_rank_is_killed_in_a_test(
     assert [one.ending for one in outcome.launches] == ["crashed", "completed"]
     assert (ended["rank"], ended["rank_exit_code"]) == (killed, -signal.SIGKILL)
     assert "lost" not in launches(job)[1]
+    assert_equal_bits(job.run, whole, STEPS)
+
+
+def test_a_node_pauses_in_a_test(tmp_path: Path, whole: LocalRun) -> None:
+    """Its links have no rates. Its processor may be found slow on a busy machine."""
+    with TestedJob(tmp_path, slowdown="ask") as job:
+        job.hold_test("links", 1)
+        time.sleep(2 * LINKS_S)
+        job.release("links-1")
+        outcome = job.end()
+        (tested,) = events(job, EventKind.SLOWDOWN_TESTED)
+        found = [*events(job, EventKind.NODE_SLOW), *events(job, EventKind.LINK_SLOW)]
+    assert tested.data["pair_rates"][:2] == [0.0, 0.0]
+    assert tested.data["pair_rates"][2] > 0.0
+    assert [text for one in found if " MB/s" in (text := str(one.data["text"]))] == []
+    assert (outcome.state, len(outcome.launches)) == (AttemptState.COMPLETED, 1)
     assert_equal_bits(job.run, whole, STEPS)
 
 
