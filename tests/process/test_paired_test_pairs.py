@@ -1,4 +1,4 @@
-"""A paired test meets a loss, a killed rank, a pause, a drain, a stop, a save or an order of another size.
+"""A paired test meets a loss, a killed rank, a pause, a drain, a stop, a save or another size.
 
 Each moment is held by a file that a rank waits for. Only the suspicion of the test is played.
 """
