@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli.bench import (
+    NEIGHBOUR_TITLE,
     PEER_HEADINGS,
+    STAGING_HEADINGS,
     STOCK_RATIOS,
     TITLES,
+    neighbour_row_of,
     peer_rows_of,
     rows_of,
     setup_rows_of,
+    staging_rows_of,
     stock_rows_of,
 )
 from holdfast_bench.limits.plot import draw
@@ -60,6 +64,10 @@ rank counts.
   `checkpoint.write_limit`, that is at a quarter of the speed before. torch_checkpointing
   gets the same steps. Its class for resharding needs CUDA, so it saves without; its direct writes
   fail on ext4, so they are off; it does not call `fsync`.
+- *staging*: in each pair a raw write, and for each mode a session of its own with three saves. The
+  second is timed. During the third, each rank computes. The images of `disk` are on the same disk.
+- *neighbours*: jobs of two nodes on this machine, with a snapshot in every second step of 60. All
+  bytes of 128 MB change in each step. Copies go over loopback, and share the cores with the ranks.
 - *bytes read* is the kernel's count of what read calls returned, for all ranks, ÷ the bytes of the
   state. *resharded* is the worse of two loads: a checkpoint of 2 ranks on 1 rank, and the reverse.
 - *commit tail* is the time from the last data fsync until committed ÷ (three small files created
@@ -104,6 +112,9 @@ def page(found: dict[str, Any], measured_on: str) -> str:
         table(stock_headings, stock_rows_of(found)),
         "Saves whose copies continue during the next step, on the CPU:",
         table(PEER_HEADINGS, peer_rows_of(found)),
+        "Saves by `checkpoint.staging`, and steps with `checkpoint.neighbour`:",
+        table(STAGING_HEADINGS, staging_rows_of(found)),
+        table((NEIGHBOUR_TITLE, "smallest", "largest", "n"), [neighbour_row_of(found)]),
         "## How it is measured",
         METHOD.strip(),
         "## Seconds",

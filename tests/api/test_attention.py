@@ -30,7 +30,7 @@ MIRROR: Final = {"checkpoint": {"mirror": "s3://team/runs"}}
 def write_runs(root: Path) -> None:
     """A run for each kind of problem, and one without any."""
     now = time.time()
-    for number, name in enumerate(("old", "mirror", "node", "full-disk")):
+    for number, name in enumerate(("old", "mirror", "node", "full-disk", "alone")):
         fields = MIRROR if name == "mirror" else {}
         script = RunScript(root, name, f"{number:x}", now - 90 * MINUTE, **fields)
         script.begin(1, 2, now - 90 * MINUTE, queued_s=30.0, host="gpu-1")
@@ -41,6 +41,12 @@ def write_runs(root: Path) -> None:
         told: dict[str, dict[str, Any]] = {
             "mirror": {"kind": EventKind.MIRROR_FAILED, "step": 9, "error": "403 Forbidden"},
             "node": {"kind": EventKind.NODE_SILENT, "nodes": ["gpu-2"], "silent": True},
+            "alone": {
+                "kind": EventKind.PROTECTION,
+                "launch": 1,
+                "lacks": "spares",
+                "unprotected": "no spare node is left; lost or left: gpu-3",
+            },
             "full-disk": {"kind": EventKind.SAVE_FAILED, "error": "No space left", "step": 12},
         }
         if name in told:
@@ -76,17 +82,28 @@ def test_each_problem_is_listed_once_with_its_cause_age_and_help(served: Served)
     found = {(one["run"], one["kind"]): one for one in listed(served)}
     assert {kind for _, kind in found} == {
         *("unsupervised", "checkpoint_old", "mirror_behind", "node_silent", "saves_fail"),
-        "pending_long",
+        *("pending_long", "spares_used"),
     }
     old = found["old", "checkpoint_old"]
     assert "no checkpoint for 65 min" in old["text"]
     assert "403 Forbidden" in found["mirror", "mirror_behind"]["text"]
     assert "gpu-2" in found["node", "node_silent"]["action"]
     assert "No space left" in found["full-disk", "saves_fail"]["text"]
+    assert found["alone", "spares_used"]["text"] == "no spare node is left; lost or left: gpu-3"
     assert found["queued", "pending_long"]["text"] == "the job 101 is pending: AssocGrpGRES"
     assert all(one["since"] for (_, kind), one in found.items() if kind != "unsupervised")
     assert all(one["action"] for one in found.values())
     assert len({one["id"] for one in found.values()}) == len(found)
+
+
+def test_a_run_has_what_its_launch_lacks(served: Served) -> None:
+    with served.client() as client:
+        (lack,) = client.get("/api/v1/runs/alone").raise_for_status().json()["unprotected"]
+        other = client.get("/api/v1/runs/old").raise_for_status().json()
+    assert (lack["lacks"], lack["host"]) == ("spares", None)
+    assert lack["text"] == "no spare node is left; lost or left: gpu-3"
+    assert lack["action"].startswith("Relaunch")
+    assert other["unprotected"] == []
 
 
 def test_the_queue_has_the_reason_and_the_forecast_of_each_waiting_run(served: Served) -> None:

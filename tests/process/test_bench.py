@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from holdfast_bench.limits.figures import PEER, STOCK_MODES, TARGETS
+from holdfast_bench.limits.figures import PEER, STAGING_MODES, STOCK_MODES, TARGETS
 from holdfast_bench.limits.launch import Launch
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -46,6 +46,9 @@ def test_quick_benchmark_reports_every_measurement_and_removes_its_files(tmp_pat
     assert set(found["stock"]) == {*STOCK_MODES, "load", PEER}
     assert {"save_blocked", "missing"} & set(found["stock"][PEER])
     assert {"step_time_during_copy", "throughput_during_write"} <= set(found["training"])
+    assert list(found["staging"]) == list(STAGING_MODES)
+    for figures in (*found["staging"].values(), found["neighbours"]):
+        assert all(spread["min"] > 0 for spread in figures["spread"].values())
     for mode in STOCK_MODES:
         assert {"save_blocked", "save_committed", "first_save"} <= set(found["stock"][mode])
     assert set(TARGETS) <= set(found["spread"])

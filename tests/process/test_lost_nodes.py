@@ -70,6 +70,9 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     first, second = launches(job)
     assert (first["world_size"], second["world_size"]) == (2, 2)
     assert (second["way"], second["lost"], second["joined"]) == ("spare", ["n1"], ["n2"])
+    (used,) = events(job, EventKind.PROTECTION)
+    assert (used.data["launch"], used.data["lacks"]) == (2, "spares")
+    assert used.data["unprotected"] == "no spare node is left; lost or left: n1"
     assert_equal_bits(job.run, uninterrupted(tmp_path, 2), STEPS)
 
 

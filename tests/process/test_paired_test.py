@@ -128,6 +128,25 @@ def test_a_dead_link_takes_the_time_of_the_test_and_no_more(tmp_path: Path) -> N
     assert (tmp_path / "measured").exists()
 
 
+def test_a_link_that_ends_no_exchange_in_time_is_slow_and_not_missing(tmp_path: Path) -> None:
+    """An exchange over the links of node 2 takes longer than the test."""
+
+    def act() -> None:
+        if dist.get_rank() == 2:
+            SlowSocket.RATE = 1e6
+            lead, follow = rank_tree.dial, rank_tree.greet
+            vars(paired_test)["dial"] = lambda *a: _slow(lead(*a))
+            vars(paired_test)["greet"] = lambda *a: (a[3], _slow(follow(*a)[1]))
+        found = measured(dist.get_rank())
+        if found is not None:
+            (tmp_path / "found").write_text(repr(found.to_json()))
+
+    run_ranks(NODES, tmp_path / "store", act)
+    rates = eval((tmp_path / "found").read_text())["pair_rates"]
+    assert all(0.0 < rate < 10.0 for rate in rates[1:3]), rates
+    assert min(rates[0], rates[3]) > 2 * max(rates[1:3])
+
+
 STEPS = 200
 
 

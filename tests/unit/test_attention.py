@@ -10,13 +10,18 @@ import pytest
 
 from holdfast.api.attention import FILE, RootAcknowledgements, acknowledged_in
 from holdfast.api.capacity import find_full_roots
-from holdfast.api.findings import QUEUE, SAVES, RunFacts, advice, findings
+from holdfast.api.findings import PROTECTION, QUEUE, SAVES, RunFacts, advice, findings
 from holdfast.api.schemas import Acknowledged
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.records import alerts
 from holdfast.contracts.records.alerts import crashes, noticed
 
-KINDS_OF: Final = {"alerts": alerts.KINDS, "saves": SAVES, "queue": QUEUE}
+KINDS_OF: Final = {
+    "alerts": alerts.KINDS,
+    "saves": SAVES,
+    "queue": QUEUE,
+    "protection": PROTECTION,
+}
 
 
 def event(at: float, kind: EventKind, **data: Any) -> Event:
@@ -112,6 +117,23 @@ def test_a_slow_node_and_a_missing_metric_are_reported_until_they_end() -> None:
     lacks = event(1, EventKind.METRIC_MISSING, **missing, missing=True)
     assert kinds(lacks) == ["metric_missing"]
     assert kinds(lacks, event(2, EventKind.METRIC_MISSING, **missing, missing=False)) == []
+
+
+def test_an_unprotected_launch_is_reported_until_it_is_protected_or_ends() -> None:
+    began = event(1, EventKind.LAUNCH_STARTED, launch=1)
+    facts_of = {"launch": 1, "lacks": "copies", "host": "n1"}
+    lacks = event(2, EventKind.PROTECTION, **facts_of, unprotected="1 MiB of memory are free")
+    used = event(3, EventKind.PROTECTION, launch=1, lacks="spares", unprotected="no spare is left")
+    one, other = findings(facts(began, lacks, used))
+    assert (one["kind"], one["level"], one["since"]) == ("unprotected", "warn", 2)
+    assert one["text"] == "n1: 1 MiB of memory are free"
+    assert one["action"].startswith("give the job more memory per node")
+    assert (other["kind"], other["text"]) == ("spares_used", "no spare is left")
+    assert other["action"].startswith("Relaunch at a convenient time gets spare nodes again")
+    again = event(4, EventKind.PROTECTION, **facts_of, unprotected="")
+    assert kinds(began, lacks, used, again) == ["spares_used"]
+    assert kinds(began, lacks, used, crash(1, 9)) == []
+    assert kinds(began, lacks, used, state="waiting") == []
 
 
 def saves(*steps: int, every: float = 60.0) -> list[Event]:

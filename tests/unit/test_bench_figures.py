@@ -20,6 +20,13 @@ from holdfast_bench.limits.files import (
     write_files,
 )
 
+STAGING: dict[str, list[float]] = {"raw_write": [0.5, 1.0, 0.5]}
+for _times, _staging in enumerate(figures.STAGING_MODES, start=1):
+    STAGING[f"{_staging}.memcpy"] = [0.1, 0.2, 0.1]
+    STAGING[f"{_staging}.blocked"] = [0.1 * _times, 0.2 * _times, 0.3 * _times]
+    STAGING[f"{_staging}.committed"] = [0.5, 2.0 * _times, 0.5 * _times]
+    STAGING[f"{_staging}.product_alone"] = [0.002, 0.002, 0.002]
+    STAGING[f"{_staging}.product_during_write"] = [0.004, 0.002, 0.004]
 STARTS = [
     {
         "first.blocked": [first],
@@ -73,9 +80,23 @@ def found(peer_version: str | None = "0.1.1") -> figures.Found:
         signals=[1.1, 1.3, 1.2],
         narrowed=resharded,
         widened=resharded | {"load_bytes": [110.0]},
+        staging=STAGING,
+        neighbours={"off": [0.2, 0.1, 0.2], "on": [0.21, 0.11, 0.24]},
         endurance={"step_overhead_us": [7.0], "memory_growth": [-0.001]},
         unique_bytes=100,
     )
+
+
+def test_staging_modes_and_neighbours_are_compared_in_their_own_pairs() -> None:
+    answer = figures.answer(found())
+    assert list(answer["staging"]) == ["memory", "single", "disk"]
+    disk = answer["staging"]["disk"]
+    assert (disk["save_blocked"], disk["save_committed"]) == (3.0, 3.0)
+    assert disk["throughput_during_write"] == 0.5
+    assert disk["spread"]["save_blocked"]["max"] == 9.0
+    assert answer["neighbours"]["step_time"] == 1.1
+    assert answer["seconds"]["neighbours.on"]["max"] == 0.24
+    assert answer["seconds"]["staging.disk.blocked"]["n"] == 3
 
 
 def test_ratios_are_medians_of_pairwise_quotients() -> None:

@@ -17,9 +17,18 @@ from tests.support.flusher_supervisor import wait_until
 from tests.support.runs import RunFolder
 from tests.support.slot_tables import make_table
 
-from holdfast.contracts.disk.journal import Event, EventKind, read_journal
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.node.handshake import read_address
-from holdfast.contracts.records.saving import unprotected_in
+from holdfast.contracts.records.protection import (
+    COPIES,
+    NO_OTHER_NODE,
+    SHORT_STEPS,
+    SLOW_COPIES,
+    SPARES,
+    ProtectionNotes,
+    summary_of,
+    unprotected_in,
+)
 from holdfast.trainer.flusher.salvage import Agreed, newest_covered
 from holdfast.trainer.neighbour import line as lines
 from holdfast.trainer.neighbour import receiver as receiving
@@ -27,7 +36,9 @@ from holdfast.trainer.neighbour.exchange import Exchange, Protection
 from holdfast.trainer.neighbour.node_copy import NodeCopy, copy_slots
 from holdfast.trainer.slots.slot_table import FilePlace
 from holdfast.trainer.slots.slots import Slot, SlotState
+from holdfast.workers.agent import neighbours
 from holdfast.workers.agent.context import switch_of
+from holdfast.workers.agent.node import CopyRound
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.decisions.neighbours import FACTOR_MAX, CopyState, RoundEnd, choose_neighbours
 
@@ -393,46 +404,187 @@ def test_mark_of_a_slot_changes_with_its_step() -> None:
 # --- what is reported -------------------------------------------------------------------------
 
 
-def note(launch: int, host: str, problem: str, attempt: int = 2) -> Event:
-    facts = {"attempt": attempt, "launch": launch, "host": host, "unprotected": problem}
-    return Event(writer="w", opening=1, sequence=0, time=0.0, kind=EventKind.NOTE, data=facts)
+def line(kind: EventKind, launch: int, attempt: int, **facts: Any) -> Event:
+    data = {"attempt": attempt, "launch": launch, **facts}
+    return Event(writer="w", opening=1, sequence=0, time=launch, kind=kind, data=data)
 
 
-def test_nodes_without_copies_are_named_until_they_have_some() -> None:
+def began(launch: int, attempt: int = 2) -> Event:
+    return line(EventKind.LAUNCH_STARTED, launch, attempt)
+
+
+def ended(launch: int, attempt: int = 2) -> Event:
+    return line(EventKind.LAUNCH_ENDED, launch, attempt)
+
+
+def lacks(launch: int, host: str, problem: str, attempt: int = 2, lacks: str = COPIES) -> Event:
+    facts = {"host": host} if host else {}
+    more = {**facts, "lacks": lacks, "unprotected": problem}
+    return line(EventKind.PROTECTION, launch, attempt, **more)
+
+
+def texts(*events: Event) -> list[str]:
+    return [one["text"] for one in unprotected_in(events)]
+
+
+def test_what_a_launch_lacks_is_named_until_it_is_there() -> None:
     events = [
-        note(1, "n0", "no memory", attempt=1),
-        note(1, "n1", "no memory"),
-        note(1, "n2", "no memory"),
-        note(1, "n2", ""),
+        *(began(3, attempt=1), lacks(3, "n0", "no memory", attempt=1), ended(3, attempt=1)),
+        *(began(1), lacks(1, "n1", "no memory"), lacks(1, "n2", "no memory")),
+        lacks(1, "n2", ""),
     ]
-    assert unprotected_in(events, 2) == ["n1: no memory"]
-    assert unprotected_in([*events, note(2, "n3", "")], 2) == []
-    assert unprotected_in([*events, note(2, "n3", "no route")], 2) == ["n3: no route"]
-    assert unprotected_in(events, 3) == []
+    assert texts(*events) == ["n1: no memory"]
+    # Each launch reports its own problems, also if the line of another clock comes first.
+    assert texts(*events, ended(1)) == []
+    assert texts(*events, ended(1), lacks(2, "n3", "no route"), began(2)) == ["n3: no route"]
+    assert texts(*events, ended(1), began(2), ended(2)) == []
+    assert texts(*events, began(1, attempt=3)) == []
+    used = lacks(1, "", "no spare node is left", lacks=SPARES)
+    assert texts(*events, used) == ["n1: no memory", "no spare node is left"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "helps"),
+    [
+        ("no copy at node 2: the neighbour keeps no copy: 1 MiB of memory are free", "more memory"),
+        (NO_OTHER_NODE, "two nodes or more"),
+        (SHORT_STEPS, "checkpoint.snapshots"),
+        (SLOW_COPIES, "faster network"),
+        ("no copy at node 2: ConnectionRefusedError: refused", "check the network"),
+    ],
+)
+def test_what_helps_depends_on_the_cause(problem: str, helps: str) -> None:
+    (one,) = unprotected_in([began(1), lacks(1, "", problem)])
+    assert helps in one["action"]
+
+
+def test_many_nodes_are_summed_up() -> None:
+    events = [began(1), *(lacks(1, f"n{n}", "no memory") for n in range(3))]
+    one = summary_of(unprotected_in(events), COPIES)
+    assert one is not None
+    assert one["text"] == "n0: no memory; the same on 2 other nodes"
+    assert summary_of(unprotected_in(events), SPARES) is None
 
 
 def test_a_node_without_copies_is_noted_once_and_shown(root: Path, call: Call) -> None:
     run = RunFolder(root, "kelp", "1" * 32)
     attempt = run.submit(1, 2, time.time())
+    run.claim(1, time.time())
+    run.launch(1, 1, 0, None)
     context = SimpleNamespace(attempt=attempt, host="n1", node=1)
-    told: Any = SimpleNamespace(context=context, _unprotected="", _copied=None)
+    notes = ProtectionNotes(COPIES, 1, "n1")
+    told: Any = SimpleNamespace(context=context, _protection=notes, _copied=None)
 
     def tell(round_: int, problem: str = "", *, is_missed: bool = False) -> list[str]:
         facts = {"launch": 1, "holder": 2, "round": round_, "problem": problem}
         step = -1 if problem else round_
         NodeRuntime._note_protection(told, {**facts, "step": step, "is_missed": is_missed})
-        return [str(event.data["text"]) for event in read_journal(attempt.node_journal(1))[0]]
+        return [str(e.data["unprotected"]) for e in read_journal(attempt.node_journal(1))[0]]
 
     assert tell(1) == []
     for number in (2, 3, 4):
         (said,) = tell(number, "the neighbour keeps no copy: 1 MiB of memory are free")
         # A round that came too late says nothing about the neighbour.
         assert tell(number, "the ranks were faster", is_missed=True) == [said]
-    assert said.startswith("unprotected: node 2 holds no copy of this node's newest snapshots: ")
-    (warning,) = [one for one in call("show", "kelp", "--json").json["warnings"] if "n1" in one]
+    assert said == "no copy at node 2: the neighbour keeps no copy: 1 MiB of memory are free"
+    shown = call("show", "kelp", "--json").json
+    (lack,) = shown["unprotected"]
+    assert (lack["lacks"], lack["host"], lack["text"]) == ("copies", "n1", f"n1: {said}")
+    (warning,) = [one for one in shown["warnings"] if "n1" in one]
     assert warning == (
-        "unprotected against the loss of a node: n1: the neighbour keeps no copy: 1 MiB of memory "
-        "are free"
+        f"unprotected against the loss of a node: {lack['text']}. What helps: {lack['action']}"
     )
-    assert tell(5)[1:] == ["protected again: node 2 holds this node's snapshot of 5"]
-    assert not [one for one in call("show", "kelp", "--json").json["warnings"] if "n1" in one]
+    assert tell(5)[1:] == [""]
+    shown = call("show", "kelp", "--json").json
+    assert shown["unprotected"] == []
+    assert not [one for one in shown["warnings"] if "n1" in one]
+
+
+class Group:
+    """What the lead's neighbours use of the nodes."""
+
+    switches = ("", "")
+    poll_s = 0.25
+
+    def __init__(self) -> None:
+        self.nodes: list[Any] = [SimpleNamespace(name=f"n{n}", copy=self._copy) for n in range(2)]
+        self.spares, self.dropped, self.lost = ["n2"], list[str](), list[str]()
+        self.ended = CopyRound(launch=1, number=0)
+
+    @property
+    def reports(self) -> dict[str, Any]:
+        report = SimpleNamespace(copied=self.ended, completed=7)
+        return {node.name: report for node in self.nodes}
+
+    def ask_all(self, act: object) -> None:
+        assert act
+
+    def _copy(self, launch: int, number: int, keep: int) -> None:
+        assert (launch, number > keep) == (1, True)
+        self.began = number
+
+
+@pytest.fixture
+def led(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Node 0's neighbours, with what they use, and `told()`: what they have journaled."""
+    monkeypatch.setattr(neighbours, "PAUSE_S", 0.0)
+    group, path = Group(), tmp_path / "journal.jsonl"
+    group.poll_s = 0.0
+    here = SimpleNamespace(step_s=1.0, commits=0)
+    request = SimpleNamespace(
+        nodes=2,
+        spare_nodes=1,
+        checkpoint=SimpleNamespace(neighbour="auto"),
+        program=SimpleNamespace(is_watched=False),
+    )
+    context: Any = SimpleNamespace(attempt=SimpleNamespace(number=1), request=request)
+    journal = JournalWriter(path)
+    made = neighbours.Neighbours(context, group, journal, here)  # type: ignore[arg-type]
+
+    def told() -> list[tuple[str, str]]:
+        data = [event.data for event in read_journal(path)[0]]
+        return [(str(one["lacks"]), str(one["unprotected"])) for one in data]
+
+    yield SimpleNamespace(
+        made=made, group=group, here=here, told=told, request=request, launch=made.begin
+    )
+    journal.close()
+
+
+def test_spare_nodes_that_are_used_up_are_reported_in_each_launch(led: Any) -> None:
+    led.launch(1)
+    led.made.look()
+    assert led.told() == []
+    led.group.spares, led.group.dropped = [], ["n1"]
+    for _ in range(2):
+        led.made.look()
+        assert led.told() == [("spares", "no spare node is left; lost or left: n1")]
+    led.launch(2)
+    assert len(led.told()) == 2
+    led.request.spare_nodes = 0
+    led.launch(3)
+    assert len(led.told()) == 2
+
+
+def test_copies_that_come_later_than_checkpoints_are_reported(led: Any) -> None:
+    led.launch(1)
+    led.group.ended = CopyRound(launch=1, number=0, step=3)
+    led.made.look()
+    for commits in (1, 2, 3):
+        led.here.commits = commits
+        led.made.look()
+        assert led.told() == ([("copies", SLOW_COPIES)] if commits > 1 else [])
+    # The slow round ends, and the next one takes less time than a checkpoint.
+    for _ in range(2):
+        led.group.ended = CopyRound(launch=1, number=led.group.began, step=led.group.began)
+        led.made.look()
+    assert led.told() == [("copies", SLOW_COPIES), ("copies", "")]
+
+
+@pytest.mark.parametrize(("nodes", "is_reported"), [(2, True), (1, False)])
+def test_a_single_node_has_no_neighbour(led: Any, nodes: int, is_reported: bool) -> None:
+    """With `auto`, a run of one node is as it was meant to be."""
+    led.request.nodes = nodes
+    del led.group.nodes[1:]
+    led.launch(1)
+    assert led.told() == ([("copies", NO_OTHER_NODE)] if is_reported else [])

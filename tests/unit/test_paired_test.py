@@ -60,7 +60,11 @@ FAST = [1000.0] * 4
             {},
         ),
         # A link that was not measured in time.
-        (EVEN, EVEN, [1000.0, 0.0, 1000.0, 1000.0], {}, {(1, 2): "0 MB/s, other links 1000"}),
+        (EVEN, EVEN, [1000.0, 3.0, 1000.0, 1000.0], {}, {(1, 2): "3 MB/s, other links 1000"}),
+        # A node or a pair that did not connect in time, as after a pause.
+        (EVEN, EVEN, [1000.0, 0.0, 1000.0, 1000.0], {}, {}),
+        (EVEN, EVEN, [1000.0, 0.0, 0.0, 1000.0], {}, {}),
+        (EVEN, EVEN, [0.0, 0.0, 1000.0, 400.0], {}, {(3, 0): "400 MB/s, other links 1000"}),
         (EVEN, EVEN, [1000.0, 1000.0, 1000.0, 600.0], {}, {(3, 0): "600 MB/s, other links 1000"}),
         # No rate at all: nothing can be compared.
         (EVEN, EVEN, [0.0] * 4, {}, {}),

@@ -12,8 +12,8 @@ export const KINDS = [
   "stop_failed", "loading", "resumed", "staged", "committed", "save_failed", "mirrored",
   "mirror_failed", "fetched", "verified", "node_lost", "tracked", "goodput", "hang_suspected",
   "hang_cleared", "hang_confirmed", "straggler", "node_silent", "node_slow", "link_slow",
-  "slowdown_tested", "node_unhealthy", "limit_passed", "alert_acknowledged", "metric_missing",
-  "metric", "annotated", "consumer", "audit", "note",
+  "slowdown_tested", "protection", "node_unhealthy", "limit_passed", "alert_acknowledged",
+  "metric_missing", "metric", "annotated", "consumer", "audit", "note",
 ] as const;
 
 /** All kinds but notes, which are details for looking into one attempt and crowd the others. */

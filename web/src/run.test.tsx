@@ -132,6 +132,20 @@ describe("the warnings of a run", () => {
       "1 earlier notice");
   });
 
+  it("name what the running launch lacks, with what helps", async () => {
+    const lack = (lacks: "copies" | "spares", text: string) =>
+      ({ lacks, host: null, text, action: `end ${lacks}`, at: 1767261600 });
+    openPage("/runs/gpt", { "GET /runs/gpt": run({ unprotected: [
+      lack("copies", "n1: no memory"), lack("copies", "n2: no memory"), lack("spares", "all used"),
+    ] }) });
+    expect((await screen.findAllByText("unprotected")).length).toBe(1);
+    expect(screen.getAllByText("no spare node left").length).toBe(1);
+    const shown = screen.getAllByText(/What helps: end/).map((one) => one.textContent);
+    expect(shown.map((text) => text?.split(" since")[0])).toEqual([
+      "n1: no memory. What helps: end copies.", "n2: no memory. What helps: end copies.",
+      "all used. What helps: end spares."]);
+  });
+
   it("are an error alone if the run is unknown", async () => {
     openPage("/runs/gpt", { "GET /runs/gpt": problem(404, "No run is named gpt.") });
     expect((await screen.findByRole("alert")).textContent).toBe("Not found.No run is named gpt.");

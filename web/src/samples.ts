@@ -49,6 +49,7 @@ export const run = (fields: Partial<RunDetail>): RunDetail => ({
   attempts: [attempt({ started_at: "2026-01-01T10:00:00Z" })], flow_run: null, on_disk: true,
   failed_saves: [], noticed: [], supervision: null, requests: [], gpus_min: 1, gpus_max: 16,
   gpus_fitting: null, gpus_allowed: null, saves_by_holdfast: true, refusals: {}, crashes: [],
+  unprotected: [],
   successor: null, stretches: [], consumers: [], trackers: [], tags: [], note: null,
   note_by: null, note_at: null,
   ...fields,

@@ -199,9 +199,6 @@ FIELDS: Final[Mapping[str, Field]] = {
     ),
     "training_s": Field(NUMBER, "seconds of training that counts"),
     "unhealthy_hosts": Field(STRINGS, "hosts whose health checks failed"),
-    "unprotected": Field(
-        STRING, "why a neighbour has no copy of the node's newest snapshots; empty once it has"
-    ),
     "via": Field(STRING, "`cli`, `api` or `flow`: the part of Holdfast that took the order"),
     "url": Field(STRING, "location in the mirror"),
     "value": Field(NUMBER, "the measured value, in the unit of the limit"),
@@ -460,6 +457,16 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
             "asks": Field(BOOLEAN, "true if `health.slowdown` is `ask`"),
         },
     ),
+    Kind.PROTECTION: EventEntry(
+        "the loss of a node would set the launch back further than expected, or no longer would",
+        "agent",
+        (*_LAUNCH, "host", "lacks", "unprotected"),
+        {
+            "host": Field(STRING, "the node without copies; missing if it concerns all nodes"),
+            "lacks": Field(STRING, "`copies` of snapshots at a neighbour, or `spares`"),
+            "unprotected": Field(STRING, "why; empty once the launch is protected again"),
+        },
+    ),
     Kind.SLOWDOWN_TESTED: EventEntry(
         "all ranks measured their nodes and the links between them, at a step boundary",
         "rank 0",
@@ -544,7 +551,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "any process",
         (
             *(*_LAUNCH, "text", "host", "checkpoint", "step", "promised", "has_left", "is_whole"),
-            *("is_declared", "interval_s", "snapshots_every", "settings", "unprotected"),
+            *("is_declared", "interval_s", "snapshots_every", "settings"),
         ),
     ),
 }

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from holdfast.api.capacity import find_full_roots
 from holdfast.api.findings import (
+    PROTECTION,
     QUEUE,
     SAVES,
     Finding,
@@ -142,6 +143,7 @@ class _Known:
     alerts: Sequence[Event] = ()
     saves: Sequence[Event] = ()
     queue: Sequence[Event] = ()
+    protection: Sequence[Event] = ()
     steering: Sequence[Event] = ()
     acknowledged: dict[str, Acknowledged] = field(default_factory=dict)
     stamp: tuple[object, ...] = ()
@@ -262,6 +264,7 @@ class Attention:
         uid, waits = row["uid"], row["state"] in {RunState.QUEUED, RunState.WAITING}
         known.alerts = self._store.alert_events(uid)
         known.saves = () if waits else self._store.newest_events(uid, SAVES)
+        known.protection = () if waits else self._store.newest_events(uid, PROTECTION)
         known.queue = self._store.newest_events(uid, QUEUE) if waits else ()
         known.steering = self._store.steering_events(uid)
         lines = self._store.newest_events(uid, (EventKind.ALERT_ACKNOWLEDGED,))
@@ -334,6 +337,7 @@ def _facts(row: RunRow, known: _Known, step: int | None) -> RunFacts:
         alerts=known.alerts,
         saves=known.saves,
         queue=known.queue,
+        protection=known.protection,
         committed_at=unix_time(row["committed_at"]),
         step=step,
         has_mirror=bool(checkpointing and checkpointing.mirror),

@@ -15,6 +15,13 @@ from typing import Final, TypedDict
 
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.plain_text import counted
+from holdfast.contracts.records.protection import (
+    COPIES,
+    LAUNCHES,
+    SPARES,
+    summary_of,
+    unprotected_in,
+)
 from holdfast.contracts.states import AttemptState, RunState
 
 REPEATS_MIN: Final = 2
@@ -76,7 +83,8 @@ class Finding(TypedDict):
 class RunFacts:
     """What is known of a live run. Times are Unix seconds, and events are oldest first.
 
-    `alerts` are of the kinds of `contracts.alerts`, `saves` of `SAVES` and `queue` of `QUEUE`.
+    `alerts` are of the kinds of `contracts.alerts`, `saves` of `SAVES`, `queue` of `QUEUE` and
+    `protection` of `PROTECTION`.
     `interval_s` is the interval of the spec, if it is a time.
     """
 
@@ -87,6 +95,7 @@ class RunFacts:
     alerts: Sequence[Event] = ()
     saves: Sequence[Event] = ()
     queue: Sequence[Event] = ()
+    protection: Sequence[Event] = ()
     committed_at: float | None = None
     step: int | None = None
     has_mirror: bool = False
@@ -105,6 +114,7 @@ QUEUE: Final = (
     EventKind.ATTEMPT_ENDED,
     EventKind.OPERATOR_REQUEST,
 )
+PROTECTION: Final = (*LAUNCHES, EventKind.PROTECTION)
 
 
 def findings(facts: RunFacts) -> list[Finding]:
@@ -114,6 +124,7 @@ def findings(facts: RunFacts) -> list[Finding]:
         *hung,
         *_loop(facts.alerts, facts.step),
         *_nodes(facts),
+        *_protection(facts),
         *_saves(facts.alerts, facts.committed_at),
         *_metrics(facts.alerts),
         *limits,
@@ -210,6 +221,16 @@ def _nodes(facts: RunFacts) -> Iterable[Finding]:
     if link is not None:
         action = "check the network between the nodes, and the storage of the data"
         yield finding("link_slow", "warn", str(link.data.get("text")), link.time, action)
+
+
+def _protection(facts: RunFacts) -> Iterable[Finding]:
+    """Report a running launch that the loss of a node would set back further than expected."""
+    if facts.state != RunState.RUNNING:
+        return
+    lacking = unprotected_in(facts.protection)
+    for kind, lacks in (("unprotected", COPIES), ("spares_used", SPARES)):
+        if one := summary_of(lacking, lacks):
+            yield finding(kind, "warn", one["text"], one["at"], one["action"])
 
 
 def _saves(events: Sequence[Event], committed_at: float | None) -> Iterable[Finding]:

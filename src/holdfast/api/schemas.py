@@ -183,6 +183,21 @@ class TrackerRun(BaseModel):
     url: str | None
 
 
+class Unprotected(BaseModel):
+    """Something that a running launch lacks, so that the loss of a node costs more than expected.
+
+    `lacks` is `copies` of a node's snapshots at its neighbour, or `spares`: all spare nodes are
+    used. `host` is null if it concerns all nodes. `text` is the cause, and `action` what helps.
+    `at` is Unix seconds.
+    """
+
+    lacks: Literal["copies", "spares"]
+    host: str | None
+    text: str
+    action: str
+    at: float
+
+
 class RunDetail(views.RunView):
     """The output of `holdfast show RUN --json`, with the progress of the live attempt.
 
@@ -190,6 +205,7 @@ class RunDetail(views.RunView):
     `gpus_fitting` are the allowed GPU counts at which the newest checkpoint can continue, or null
     if all of them are.
     `gpus_allowed` are the GPU counts that the spec allows, or null if they are too many to list.
+    `unprotected` is empty unless the run is running and lacks what it was given.
     `saves_by_holdfast` is false if the program has no Session, and null if that is not known yet.
     `refusals` has the reason for each action that the run would refuse now.
     """
@@ -207,6 +223,7 @@ class RunDetail(views.RunView):
     gpus_fitting: list[int] | None
     gpus_allowed: list[int] | None
     saves_by_holdfast: bool | None
+    unprotected: list[Unprotected]
     successor: WaitingSuccessor | None
     refusals: dict[str, str]
     crashes: list[Crash]

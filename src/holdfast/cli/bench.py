@@ -37,6 +37,13 @@ TRAINING_TITLES: Final = {
     "throughput_during_write": "throughput during the write ÷ without",
     "throughput_during_limited_write": "the same with `write_limit`",
 }
+STAGING_TITLES: Final = {
+    "save_blocked": TITLES["save_blocked"],
+    "save_committed": TITLES["save_committed"],
+    "throughput_during_write": TRAINING_TITLES["throughput_during_write"],
+}
+STAGING_HEADINGS: Final = ("staging", *STAGING_TITLES.values())
+NEIGHBOUR_TITLE: Final = "step time with copies at a neighbour ÷ without"
 PEER: Final = "torch_checkpointing"
 STOCK_RATIOS: Final = ("save_blocked", "save_committed", "first_save", "load", "load_bytes_same")
 PEER_HEADINGS: Final = ("copy beside a step", TITLES["save_blocked"], *TRAINING_TITLES.values())
@@ -65,7 +72,7 @@ def bench(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare saves and loads with this machine's limits. It takes about ten minutes."""
+    """Compare saves and loads with this machine's limits. It takes about twelve minutes."""
     require_bench_package("the benchmark")
     if plot is not None:
         check_plot(plot)
@@ -105,6 +112,8 @@ def _render(found: dict[str, Any]) -> None:
     headings = ("stock DCP", *(TITLES[name] for name in STOCK_RATIOS))
     print_table(headings, stock_rows_of(found))
     print_table(PEER_HEADINGS, peer_rows_of(found))
+    print_table(STAGING_HEADINGS, staging_rows_of(found))
+    print_table((NEIGHBOUR_TITLE, "smallest", "largest", "n"), [neighbour_row_of(found)])
 
 
 def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -147,6 +156,20 @@ def peer_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
     rows = {"Holdfast": ours, f"{PEER} {peer.get('version', '(not measured)')}": peer}
     names = ("save_blocked", *TRAINING_TITLES)
     return [(who, *(number_text(row.get(name)) for name in names)) for who, row in rows.items()]
+
+
+def staging_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return one row for each staging mode."""
+    return [
+        (mode, *(number_text(figures[name]) for name in STAGING_TITLES))
+        for mode, figures in found["staging"].items()
+    ]
+
+
+def neighbour_row_of(found: dict[str, Any]) -> tuple[str, ...]:
+    """Return how copies at a neighbour change the time of a step."""
+    spread = found["neighbours"]["spread"]["step_time"]
+    return (*(number_text(spread[key]) for key in ("median", "min", "max")), str(spread["n"]))
 
 
 def number_text(value: float | None) -> str:

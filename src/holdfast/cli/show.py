@@ -34,11 +34,11 @@ from holdfast.contracts.records.alerts import FAILED_SAVES_MAX, failed_saves, no
 from holdfast.contracts.records.history import load_events, load_history
 from holdfast.contracts.records.known_damage import damaged_checkpoints
 from holdfast.contracts.records.orders import orders_of
+from holdfast.contracts.records.protection import Lacking, unprotected_in
 from holdfast.contracts.records.saving import (
     Trained,
     saves_by_holdfast,
     trained_in,
-    unprotected_in,
     why_nothing_is_saved,
 )
 from holdfast.contracts.redaction import redact
@@ -156,20 +156,23 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
             events = load_events(paths)
             history = load_history(paths, events)
             trained = trained_in(history)
+            is_running = shown["state"] == RunState.RUNNING
+            unprotected = unprotected_in(events) if is_running else []
             found = {
                 "failed_saves": failed_saves(events),
                 "noticed": noticed(events),
                 "committed_step": history.committed_step,
                 "trained_step": trained_step(history),
-                "live_step": live_step(paths) if shown["state"] == RunState.RUNNING else None,
+                "live_step": live_step(paths) if is_running else None,
                 "successor": waiting_facts(paths),
                 "orders": [vars(order) for order in orders_of(history)],
                 "saves_by_holdfast": saves_by_holdfast(trained),
+                "unprotected": unprotected,
                 "warnings": [
                     *_warnings(shown),
                     *_unsaved(trained),
                     *_damaged(paths, events),
-                    *_unprotected(shown, events),
+                    *map(_unprotected, unprotected),
                 ],
             }
         return {**shown, **redact(found, secrets_in(paths))}
@@ -248,12 +251,9 @@ def _damaged(paths: RunPaths, events: Iterable[Event]) -> list[str]:
     ]
 
 
-def _unprotected(run: Mapping[str, Any], events: Iterable[Event]) -> list[str]:
-    """Return a warning if the loss of a node would lose the snapshots of a live run."""
-    if not run["attempts"] or not RunState(run["state"]).is_live:
-        return []
-    problems = unprotected_in(events, run["attempts"][-1]["number"])
-    return [f"unprotected against the loss of a node: {problem}" for problem in problems]
+def _unprotected(one: Lacking) -> str:
+    """Return a warning of a running launch that the loss of a node would set back."""
+    return f"unprotected against the loss of a node: {one['text']}. What helps: {one['action']}"
 
 
 def _unsaved(trained: Sequence[Trained]) -> list[str]:

@@ -355,7 +355,7 @@ export interface ErrorEntry {
 export type ErrorSource = "rank" | "torchrun" | "agent" | "flusher" | "supervisor" | "journal";
 
 /** The kinds of journal lines. `holdfast_docs.event_book` describes each and its `data`. */
-export type EventKind = "supervised" | "attempt_reserved" | "attempt_submitted" | "attempt_state" | "attempt_ended" | "successor_submitted" | "successor_adopted" | "successor_withdrawn" | "decision" | "operator_request" | "order_state" | "run_ended" | "pinned" | "unpinned" | "checkpoint_deleted" | "forked" | "exported" | "imported" | "rolled_back" | "numerics" | "claimed" | "launch_started" | "launch_ended" | "signal" | "notice" | "stop_agreed" | "stop_failed" | "loading" | "resumed" | "staged" | "committed" | "save_failed" | "mirrored" | "mirror_failed" | "fetched" | "verified" | "node_lost" | "tracked" | "goodput" | "hang_suspected" | "hang_cleared" | "hang_confirmed" | "straggler" | "node_silent" | "node_slow" | "link_slow" | "slowdown_tested" | "node_unhealthy" | "limit_passed" | "alert_acknowledged" | "metric_missing" | "metric" | "annotated" | "consumer" | "audit" | "note";
+export type EventKind = "supervised" | "attempt_reserved" | "attempt_submitted" | "attempt_state" | "attempt_ended" | "successor_submitted" | "successor_adopted" | "successor_withdrawn" | "decision" | "operator_request" | "order_state" | "run_ended" | "pinned" | "unpinned" | "checkpoint_deleted" | "forked" | "exported" | "imported" | "rolled_back" | "numerics" | "claimed" | "launch_started" | "launch_ended" | "signal" | "notice" | "stop_agreed" | "stop_failed" | "loading" | "resumed" | "staged" | "committed" | "save_failed" | "mirrored" | "mirror_failed" | "fetched" | "verified" | "node_lost" | "tracked" | "goodput" | "hang_suspected" | "hang_cleared" | "hang_confirmed" | "straggler" | "node_silent" | "node_slow" | "link_slow" | "slowdown_tested" | "protection" | "node_unhealthy" | "limit_passed" | "alert_acknowledged" | "metric_missing" | "metric" | "annotated" | "consumer" | "audit" | "note";
 
 /** One journal line. */
 export interface EventView {
@@ -791,7 +791,7 @@ export interface Reported {
 /** What a token allows: `reader` may read, `operator` may also act. */
 export type Role = "reader" | "operator";
 
-/** The output of `holdfast show RUN --json`, with the progress of the live attempt. `steps_total` is null if neither the spec nor the program tells the number of steps. `gpus_fitting` are the allowed GPU counts at which the newest checkpoint can continue, or null if all of them are. `gpus_allowed` are the GPU counts that the spec allows, or null if they are too many to list. `saves_by_holdfast` is false if the program has no Session, and null if that is not known yet. `refusals` has the reason for each action that the run would refuse now. */
+/** The output of `holdfast show RUN --json`, with the progress of the live attempt. `steps_total` is null if neither the spec nor the program tells the number of steps. `gpus_fitting` are the allowed GPU counts at which the newest checkpoint can continue, or null if all of them are. `gpus_allowed` are the GPU counts that the spec allows, or null if they are too many to list. `unprotected` is empty unless the run is running and lacks what it was given. `saves_by_holdfast` is false if the program has no Session, and null if that is not known yet. `refusals` has the reason for each action that the run would refuse now. */
 export interface RunDetail {
   run: string;
   name: string;
@@ -830,6 +830,7 @@ export interface RunDetail {
   gpus_fitting: number[] | null;
   gpus_allowed: number[] | null;
   saves_by_holdfast: boolean | null;
+  unprotected: Unprotected[];
   successor: WaitingSuccessor | null;
   refusals: Record<string, string>;
   crashes: Crash[];
@@ -1049,6 +1050,15 @@ export interface TrackerRun {
   tracker: string;
   tracker_id: string;
   url: string | null;
+}
+
+/** Something that a running launch lacks, so that the loss of a node costs more than expected. `lacks` is `copies` of a node's snapshots at its neighbour, or `spares`: all spare nodes are used. `host` is null if it concerns all nodes. `text` is the cause, and `action` what helps. `at` is Unix seconds. */
+export interface Unprotected {
+  lacks: "copies" | "spares";
+  host: string | null;
+  text: string;
+  action: string;
+  at: number;
 }
 
 /** A run's folder that cannot be read, and the reason. */

@@ -16,7 +16,7 @@ export const KIND_WORDS: Record<string, string> = {
   unsupervised: "no supervisor", silent: "no heartbeats", saves_fail: "saves fail",
   checkpoint_old: "checkpoint too old", node_silent: "silent node", pending_long: "long pending",
   waiting_long: "long waiting", metric_missing: "metric missing", node_slow: "slow node",
-  link_slow: "slow link",
+  link_slow: "slow link", spares_used: "no spare node left",
   storage_full: "storage full", budget_spent: "budget nearly spent",
 };
 

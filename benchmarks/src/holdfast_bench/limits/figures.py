@@ -18,6 +18,9 @@ LIMITED: Final = "limited."
 # The name of the peer whose saves return before their copy is complete, here and in the result.
 PEER: Final = "torch_checkpointing"
 
+# The values of `checkpoint.staging`.
+STAGING_MODES: Final = ("memory", "single", "disk")
+
 COMMIT_ALLOWANCE_S: Final = 0.010
 STOCK_MODES: Final = ("sync", "thread", "process")
 # The target maximum of each ratio: microseconds for the step, a fraction for the memory.
@@ -40,6 +43,8 @@ TARGETS: Final = {
 class Found:
     """The results of the programs: all once, and `starts` once for each start.
 
+    `staging` has series of each staging mode. `neighbours` are the seconds of a step without and
+    with copies at a neighbour, `off` and `on`.
     `overlap` has the series of `PEER` too, if it is installed. `narrowed` is 2 ranks → 1, `widened`
     1 → 2. `signals` are the quotients of the starts. `peer_problem` says why rank 0 cannot
     save with the peer, if it is installed.
@@ -52,6 +57,8 @@ class Found:
     narrowed: Seconds
     widened: Seconds
     endurance: Seconds
+    staging: Seconds
+    neighbours: Seconds
     unique_bytes: int
     signals: Sequence[float] = field(default_factory=tuple)
     peer_problem: str = ""
@@ -74,6 +81,8 @@ def answer(found: Found) -> dict[str, Any]:
         "stock": {mode: stock_of(found.pairs, mode) for mode in STOCK_MODES}
         | {"load": stock_load(found), PEER: peer_of(found)},
         "training": training(found.overlap) | limited(found.overlap),
+        "staging": {mode: staging_of(found.staging, mode) for mode in STAGING_MODES},
+        "neighbours": neighbours_of(found.neighbours),
         "targets": dict(TARGETS),
         "spread": {name: spread(values) for name, values in series.items()},
         "seconds": {name: spread(values) for name, values in all_seconds(found).items()},
@@ -137,6 +146,31 @@ def stock_of(pairs: Seconds, mode: str) -> dict[str, Any]:
     }
 
 
+def staging_of(staging: Seconds, mode: str) -> dict[str, Any]:
+    """Return what a save costs in one staging mode, by a copy and a raw write of the same pair.
+
+    `throughput_during_write` is that of training while the checkpoint is written ÷ that without.
+    """
+    series = {
+        "save_blocked": quotients(staging[f"{mode}.blocked"], staging[f"{mode}.memcpy"]),
+        "save_committed": quotients(staging[f"{mode}.committed"], staging["raw_write"]),
+        "throughput_during_write": quotients(
+            staging[f"{mode}.product_alone"], staging[f"{mode}.product_during_write"]
+        ),
+    }
+    return _medians(series)
+
+
+def neighbours_of(neighbours: Seconds) -> dict[str, Any]:
+    """Return the time of a step with copies at a neighbour ÷ that without."""
+    return _medians({"step_time": quotients(neighbours["on"], neighbours["off"])})
+
+
+def _medians(series: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    medians = {name: round(statistics.median(values), 4) for name, values in series.items()}
+    return medians | {"spread": {name: spread(values) for name, values in series.items()}}
+
+
 def peer_of(found: Found) -> dict[str, Any]:
     """Return the ratios of torch_checkpointing in the pairs of overlapped saves, or why none."""
     if found.peer_version is None:
@@ -165,8 +199,7 @@ def training(overlap: Seconds) -> dict[str, Any]:
             overlap["product_alone"], overlap["product_during_write"]
         ),
     }
-    medians = {name: round(statistics.median(values), 4) for name, values in series.items()}
-    return medians | {"spread": {name: spread(values) for name, values in series.items()}}
+    return _medians(series)
 
 
 def limited(overlap: Seconds) -> dict[str, float]:
@@ -245,6 +278,8 @@ def all_seconds(found: Found) -> dict[str, Sequence[float]]:
     """Return all series in seconds, each with a unique name, without byte counts."""
     named = {f"pairs.{name}": values for name, values in found.pairs.items()}
     named |= {f"overlap.{name}": values for name, values in found.overlap.items()}
+    named |= {f"staging.{name}": values for name, values in found.staging.items()}
+    named |= {f"neighbours.{name}": values for name, values in found.neighbours.items()}
     for part, series in (("load_2_to_1", found.narrowed), ("load_1_to_2", found.widened)):
         named |= {f"{part}.{name}": values for name, values in series.items()}
     for name in found.starts[0]:

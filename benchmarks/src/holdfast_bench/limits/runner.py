@@ -22,7 +22,7 @@ import psutil
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import PreflightError
-from holdfast_bench.limits import figures
+from holdfast_bench.limits import figures, neighbours
 from holdfast_bench.limits.commits import newest_durable, wait_until_durable
 from holdfast_bench.limits.launch import Launch
 
@@ -36,6 +36,9 @@ RANK_BYTES: Final = 500_000_000
 PAIRS_SHARE: Final = 0.5
 # The share of the overlapped saves in what is then left.
 OVERLAP_SHARE: Final = 0.45
+# The shares of the staging modes and of the neighbours in what is then left.
+STAGING_SHARE: Final = 0.35
+NEIGHBOURS_SHARE: Final = 0.5
 FIRST_STEPS: Final = 3
 # At most a billion parameters with AdamW. Slots and the page-locked copy must fit into half of the
 # free memory.
@@ -56,7 +59,8 @@ class Plan:
     warm_up_saves: int = 10
     saves: int = 100
     steps: int = 20_000
-    time_limit_s: float = 600.0
+    time_limit_s: float = 720.0
+    is_quick: bool = False
 
     def quick(self) -> Plan:
         """Return the shortest plan with all programs, to check that they work, not how fast."""
@@ -67,6 +71,7 @@ class Plan:
             warm_up_saves=1,
             saves=2,
             steps=200,
+            is_quick=True,
         )
 
 
@@ -149,6 +154,9 @@ class Course:
         shutil.rmtree(self._work / "narrowed", ignore_errors=True)
         overlap = self._program("overlap", {"end_by": self._share_of_time(OVERLAP_SHARE)})
         shutil.rmtree(self._work / "overlap", ignore_errors=True)
+        staging = self._program("staging", {"end_by": self._share_of_time(STAGING_SHARE)})
+        shutil.rmtree(self._work / "staging", ignore_errors=True)
+        copies = self._neighbours()
         if gpus():
             self.gpu = self.run_gpu()
         starts = self._starts()
@@ -162,6 +170,8 @@ class Course:
             narrowed=narrowed["seconds"],
             widened=widened["seconds"],
             endurance=endurance["seconds"],
+            staging=staging["seconds"],
+            neighbours=copies,
             unique_bytes=pairs["facts"]["unique_bytes"],
         )
         more = {"memory": endurance["facts"], "write_limit": overlap["facts"]["write_limit"]}
@@ -180,6 +190,14 @@ class Course:
         ranks = ranks or self._plan.ranks
         with Launch(name, ranks, settings, end_by=self._end_by) as launch:
             return launch.result()
+
+    def _neighbours(self) -> dict[str, list[float]]:
+        report_progress("neighbours …")
+        end_by = self._share_of_time(NEIGHBOURS_SHARE)
+        plan = self._plan
+        return neighbours.measure(
+            self._work, pairs=plan.pairs, end_by=end_by, is_quick=plan.is_quick
+        )
 
     def _settings(self, folder: str) -> dict[str, Any]:
         return {

@@ -38,12 +38,23 @@ class Saver:
     """
 
     def __init__(
-        self, program: Program, trained: Trained, run: Path, *, overlap: bool = False
+        self,
+        program: Program,
+        trained: Trained,
+        run: Path,
+        *,
+        overlap: bool = False,
+        staging: str = "memory",
     ) -> None:
         self._program = program
         began = time.perf_counter()
         self.session = Session(
-            trained.model, trained.optimizer, directory=run, interval=NEVER, overlap=overlap
+            trained.model,
+            trained.optimizer,
+            directory=run,
+            interval=NEVER,
+            overlap=overlap,
+            staging=staging,
         )
         self.prepared = program.slowest(time.perf_counter() - began)
         self.run = RunPaths(run)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Query, Request
 from pydantic import StringConstraints
 
 from holdfast.api.access import AS_READER
+from holdfast.api.findings import PROTECTION
 from holdfast.api.logs.parts import PART_BYTES_MAX, Stream, list_logs, read_log
 from holdfast.api.routes.filters import NO_NUL, SortAs, Where, refuse_reversed
 from holdfast.api.schemas import (
@@ -26,6 +27,7 @@ from holdfast.api.schemas import (
 )
 from holdfast.api.services import services_of
 from holdfast.api.steering import read_supervision, refusals, requests_in
+from holdfast.api.store import IndexStore
 from holdfast.api.vitals import read_nodes
 from holdfast.api.watch import LivePace, Watch, declared_steps
 from holdfast.contracts.disk.journal import EventKind
@@ -33,6 +35,7 @@ from holdfast.contracts.disk.rank_logs import choose_attempt
 from holdfast.contracts.errors import QueryError
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.records.alerts import crashes, failed_saves, noticed
+from holdfast.contracts.records.protection import Lacking, unprotected_in
 from holdfast.contracts.records.saving import saves_by_holdfast, trained_in_view
 from holdfast.contracts.records.topology import SavedTopology
 from holdfast.contracts.records.trackers import trackers_in
@@ -119,6 +122,7 @@ def show_run(request: Request, run: RunId) -> RunDetail:
         "step_s": pace.step_s if pace else None,
         "supervision": read_supervision(paths, steering, shown["created_at"]) if is_live else None,
         "requests": requests_in(steering, shown),
+        "unprotected": _unprotected(store, shown),
         "saves_by_holdfast": saves_by_holdfast(trained_in_view(shown)),
         "successor": waiting_facts(paths) if is_live else None,
         **_gpu_range(shown["spec"]),
@@ -321,6 +325,12 @@ def _gpu_range(spec: dict[str, Any]) -> dict[str, Any]:
     sizes = allowed_sizes(parsed)
     allowed = sizes if len(sizes) <= SIZES_SHOWN_MAX else None
     return {"gpus_min": parsed.gpus_min, "gpus_max": parsed.gpus_max, "gpus_allowed": allowed}
+
+
+def _unprotected(store: IndexStore, shown: views.RunView) -> list[Lacking]:
+    if shown["state"] != RunState.RUNNING:
+        return []
+    return unprotected_in(store.newest_events(shown["uid"], PROTECTION))
 
 
 def _fitting(spec: dict[str, Any], newest: SavedTopology | None) -> list[int] | None:

@@ -63,6 +63,7 @@ _TEXT: Final = frozenset(
         *("url", "flow_run", "job_id", "note", "into_uid", "into_run", "format", "text", "finding"),
         *("resumed_from", "command_digest", "traceback", "ending", "source", "problem"),
         *("check", "digest", "tracker", "tracker_id", "key", "metric", "consumer"),
+        *("lacks", "unprotected"),
     }
 )
 _TEXTS: Final = frozenset(
@@ -95,6 +96,7 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "node_slow": ("host", "slow", "text"),
     "link_slow": ("slow", "text"),
     "slowdown_tested": ("step",),
+    "protection": ("launch", "lacks", "unprotected"),
     "node_unhealthy": ("host", "check"),
     "numerics": ("action", "reason"),
     "limit_passed": ("limit", "passed", "text"),
@@ -229,6 +231,7 @@ class EventKind(StrEnum):
     NODE_SLOW = "node_slow"
     LINK_SLOW = "link_slow"
     SLOWDOWN_TESTED = "slowdown_tested"
+    PROTECTION = "protection"
     NODE_UNHEALTHY = "node_unhealthy"
     LIMIT_PASSED = "limit_passed"
     ALERT_ACKNOWLEDGED = "alert_acknowledged"

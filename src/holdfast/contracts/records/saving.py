@@ -8,11 +8,11 @@ Holdfast could keep.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.states import AttemptState
 
@@ -74,21 +74,6 @@ def saves_by_holdfast(attempts: Sequence[Trained]) -> bool | None:
     ):
         return False
     return None
-
-
-def unprotected_in(events: Iterable[Event], attempt: int) -> list[str]:
-    """Return why nodes of an attempt have no newer copies of their snapshots at a neighbour."""
-    newest: dict[str, tuple[int, str]] = {}
-    for event in events:
-        told = event.data
-        if event.kind is not EventKind.NOTE or told.get("attempt") != attempt:
-            continue
-        launch, text = told.get("launch"), told.get("unprotected")
-        if isinstance(text, str) and isinstance(launch, int):
-            newest[str(told.get("host", ""))] = (launch, text)
-    last = max((launch for launch, _ in newest.values()), default=0)
-    found = [(host, text) for host, (launch, text) in newest.items() if text and launch == last]
-    return [f"{host}: {text}" if host else text for host, text in sorted(found)]
 
 
 def why_nothing_is_saved(attempts: Sequence[Trained]) -> str:

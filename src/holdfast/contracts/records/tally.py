@@ -99,7 +99,7 @@ COUNTED: Final = frozenset(
         *(EventKind.MIRRORED, EventKind.MIRROR_FAILED, EventKind.FETCHED, EventKind.TRACKED),
         *(EventKind.GOODPUT, EventKind.STRAGGLER),
         *(EventKind.NODE_SILENT, EventKind.NODE_SLOW, EventKind.NODE_UNHEALTHY),
-        *(EventKind.LINK_SLOW, EventKind.SLOWDOWN_TESTED),
+        *(EventKind.LINK_SLOW, EventKind.SLOWDOWN_TESTED, EventKind.PROTECTION),
         *(EventKind.ATTEMPT_RESERVED, EventKind.ATTEMPT_SUBMITTED, EventKind.CLAIMED),
         *(EventKind.NOTICE, EventKind.STOP_FAILED, EventKind.AUDIT, EventKind.NOTE),
         EventKind.ALERT_ACKNOWLEDGED,

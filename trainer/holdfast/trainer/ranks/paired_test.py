@@ -44,7 +44,8 @@ _TITLE: Final = "paired test"
 class Measured:
     """The results by node. `pair_rates` are between each node and the next one, in MB/s.
 
-    With two nodes there is one pair. A rate is 0.0 if it was not measured in time.
+    With two nodes there is one pair. A rate is 0.0 if the nodes did not connect in time. If no
+    exchange ended in time, it is the rate that an exchange would have needed.
     """
 
     host_times: list[float] = field(default_factory=list)
@@ -154,25 +155,37 @@ class _Links:
         at: dict[int, tuple[str, bytes]],
     ) -> None:
         self._listener, self._node, self._nodes, self._at = listener, node, nodes, at
-        self._rate = 0.0
         self._until = 0.0
+        # Of the exchanges with the next node: their seconds, and when the first one began.
+        self._taken: list[float] = []
+        self._began: float | None = None
 
     def measure(self) -> float:
         """Return the rate to the next node in MB/s, or 0.0."""
         pairs, rounds, began = pairs_of(self._nodes), rounds_of(self._nodes), time.monotonic()
+        rate = 0.0
         for done, numbers in enumerate(rounds, start=1):
             self._until = began + LINKS_S * done / len(rounds)
             for pair in (pairs[number] for number in numbers if self._node in pairs[number]):
                 thread = threading.Thread(target=self._exchange, args=pair, daemon=True)
                 thread.start()
                 thread.join(self._until - time.monotonic())
-        return self._rate
+                if pair[0] == self._node:
+                    rate = self._rate()
+        return rate
+
+    def _rate(self) -> float:
+        # The first exchange opens the window of TCP.
+        taken = self._taken[1:] or self._taken[:]
+        if not taken and self._began is not None:
+            taken = [time.perf_counter() - self._began]
+        return 2 * CHUNK / median(taken) / 1e6 if taken else 0.0
 
     def _exchange(self, one: int, other: int) -> None:
         # A node that is gone, or a link that is too slow: this pair has no rate.
         with contextlib.suppress(OSError, KeyError):
             if one == self._node:
-                self._rate = self._lead(other)
+                self._lead(other)
             else:
                 self._follow(one)
 
@@ -183,26 +196,24 @@ class _Links:
             connected.settimeout(max(0.01, self._until - time.monotonic()))
             yield connected
 
-    def _lead(self, other: int) -> float:
-        """Exchange data with the next node, and return the rate in MB/s."""
+    def _lead(self, other: int) -> None:
+        """Exchange data with the next node."""
         address, token = self._at[other]
         addresses, port = parse_address(address)
         hello = {"tree": _TITLE, "from": self._node, "to": other}
         found = dial(addresses, port, token, hello, self._until)
         if found is None:
-            return 0.0
-        content, taken = bytes(CHUNK), list[float]()
+            return
+        content, taken = bytes(CHUNK), self._taken
         with self._until_late(found) as connected:
-            began = time.monotonic()
-            while time.monotonic() < began + PAIR_S and len(taken) < EXCHANGES_MAX:
+            self._began = began = time.perf_counter()
+            while time.perf_counter() < began + PAIR_S and len(taken) < EXCHANGES_MAX:
                 at = time.perf_counter()
                 connected.sendall(_MORE)
                 connected.sendall(content)
                 _receive(connected, CHUNK)
                 taken.append(time.perf_counter() - at)
             connected.sendall(_END)
-        # The first one opens the window of TCP.
-        return 2 * CHUNK / median(taken[1:] or taken) / 1e6
 
     def _follow(self, other: int) -> None:
         """Send back what the node before sends."""

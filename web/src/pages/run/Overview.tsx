@@ -53,6 +53,12 @@ function Notices({ run }: { run: Run }) {
           shows the data of the index.</p>
       ) : null}
       {warning ? <p className="problem" role="alert">{warning}</p> : null}
+      {run.unprotected.map((one) => (
+        <p className="problem" key={one.text}>
+          {one.text}. What helps: {one.action}.{" "}
+          <span className="muted">since <Time at={isoOf(one.at)} /></span>
+        </p>
+      ))}
       {now.map((one) => <Notice key={`${one.at}${one.text}`} notice={one} tone="problem" />)}
       {before.length > 0 ? (
         <details className="section">

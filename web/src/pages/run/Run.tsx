@@ -6,6 +6,7 @@ import { useRun } from "../../api/queries";
 import type { Run } from "../../api/types";
 import { count, money, percent, span } from "../../format";
 import { Facts, Loaded, State, Time, useTitle } from "../../parts/basics";
+import { kindWords } from "../../parts/Attention";
 import { AnnotateButton, Note, RunTags } from "../../parts/Tags";
 import { stateOf, unsupervised } from "../../story";
 import { committedStep, stepOf, timeLeft } from "../../progress";
@@ -43,6 +44,11 @@ function Head({ run }: { run: Run }) {
         <h1>{run.run}</h1>
         <State state={stateOf(run)} />
         {unsupervised(run) ? <State state="silent">no supervisor</State> : null}
+        {[...new Set(run.unprotected.map((one) => one.lacks))].map((lacks) => (
+          <State key={lacks} state="stopping">
+            {kindWords(lacks === "spares" ? "spares_used" : "unprotected")}
+          </State>
+        ))}
         <span className="muted">{run.reason ?? `submitted by ${run.created_by}`}</span>
         <RunTags tags={run.tags} />
         <div className="actions">

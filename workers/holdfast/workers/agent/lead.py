@@ -218,7 +218,7 @@ class Lead:
             context, self.group, self._agreement, self._listener, self._note, self.slow
         )
         self._runtime = runtime
-        self._neighbours = Neighbours(context, self.group, journal, lambda: runtime.step_s)
+        self._neighbours = Neighbours(context, self.group, journal, runtime)
         self._standby_plan = StandbyPlan(context, self.group.address, self._note)
 
     @property

@@ -15,6 +15,7 @@ from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.node.agreement import StatusPort
 from holdfast.contracts.node.rank_status import NOWHERE, RankStatusTable
+from holdfast.contracts.records.protection import COPIES, ProtectionNotes
 from holdfast.contracts.spec.secrets import plain_part
 from holdfast.workers.agent.context import AgentContext, NodePlace
 from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
@@ -81,7 +82,8 @@ class NodeRuntime(StatusPort):
         self._oom_kills_before = 0
         self._salvaged_journaled = self._failed_journaled = 0
         self._is_stopping = self._is_told = False
-        self._unprotected, self._copied = "", CopyRound()
+        self._copied = CopyRound()
+        self._protection = ProtectionNotes(COPIES, context.attempt.number, context.host)
 
     @property
     def step_s(self) -> float:
@@ -89,6 +91,11 @@ class NodeRuntime(StatusPort):
         if self.program is not None:
             return self.program.step_s
         return max((record.step_time_s for record in self.status_table.records()), default=0.0)
+
+    @property
+    def commits(self) -> int:
+        """How many checkpoints this node's flusher has committed."""
+        return self.flusher_supervisor.commits
 
     def check_root(self, place: str, shared: str, token: str) -> list[RootProblem]:
         return check_folder(self.context.run.directory / place, shared, token)
@@ -340,25 +347,14 @@ class NodeRuntime(StatusPort):
             step=message["step"],
             is_missed=message["is_missed"],
         )
-        problem = "" if message["is_missed"] else str(message["problem"])
-        if message["is_missed"] or bool(problem) == bool(self._unprotected):
+        if message["is_missed"]:
             return
-        self._unprotected = problem
-        attempt, host, holder = self.context.attempt, self.context.host, message["holder"]
-        text = (
-            f"unprotected: node {holder} holds no copy of this node's newest snapshots: {problem}"
-            if problem
-            else f"protected again: node {holder} holds this node's snapshot of {message['step']}"
-        )
-        with JournalWriter(attempt.node_journal(self.context.node)) as journal:
-            journal.append(
-                EventKind.NOTE,
-                attempt=attempt.number,
-                launch=message["launch"],
-                host=host,
-                text=text,
-                unprotected=problem,
-            )
+        problem = ""
+        if message["problem"]:
+            problem = f"no copy at node {message['holder']}: {message['problem']}"
+        if facts := self._protection.change(message["launch"], problem):
+            with JournalWriter(self.context.attempt.node_journal(self.context.node)) as journal:
+                journal.append(EventKind.PROTECTION, **facts)
 
     def _journal_flushed(
         self, kind: EventKind, messages: Sequence[dict[str, Any]], **more: Any

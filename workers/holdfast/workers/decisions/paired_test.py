@@ -83,16 +83,19 @@ def _find_slow_work(nodes: dict[int, str], times: Sequence[float], where: str) -
 def _find_slow_links(
     rates: Sequence[float],
 ) -> tuple[dict[int, str], dict[tuple[int, int], str]]:
-    """Return the nodes whose two links are slow, and the pairs of which only one link is."""
+    """Return the nodes whose two links are slow, and the pairs of which only one link is.
+
+    A node that paused during the test has no rates, which proves nothing.
+    """
     count, nodes = len(rates), dict[int, str]()
-    if count < 3 or not any(rates):
+    if count < 3:
         # The one link of two nodes cannot be compared.
         return {}, {}
     for node in range(count):
         own = (rates[node - 1], rates[node])
         mine = {node, (node - 1) % count}
-        usual = median(one for pair, one in enumerate(rates) if pair not in mine)
-        if max(own) < RATE_SLOW * usual:
+        others = [one for pair, one in enumerate(rates) if pair not in mine and one > 0]
+        if others and min(own) > 0 and max(own) < RATE_SLOW * (usual := median(others)):
             nodes[node] = (
                 f"both its links are slow, {own[0]:.0f} and {own[1]:.0f} MB/s, others {usual:.0f}"
             )
@@ -102,9 +105,9 @@ def _find_slow_links(
         others = [
             one
             for other, one in enumerate(rates)
-            if other != pair and other not in nodes and (other + 1) % count not in nodes
+            if one > 0 and other != pair and other not in nodes and (other + 1) % count not in nodes
         ]
-        if nodes.keys() & set(ends) or not others:
+        if nodes.keys() & set(ends) or not others or rate <= 0:
             continue
         if rate < RATE_SLOW * (usual := median(others)):
             pairs[ends] = f"{rate:.0f} MB/s, other links {usual:.0f}"

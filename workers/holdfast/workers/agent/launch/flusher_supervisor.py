@@ -52,6 +52,8 @@ class AgentFlusherSupervisor:
         # The kernel lets only this user's processes open it.
         self.place = f"/proc/{os.getpid()}/fd/{self._address}"
         self.flushed = Flushed()
+        # The checkpoints that this node's flusher has committed.
+        self.commits = 0
         # Called when this node's flusher has written its part of a step, committed it or failed.
         self.report_progress: Callable[[str], object] = lambda kind: None
         # Called when the neighbour holds a newer copy of this node's snapshots, or cannot.
@@ -272,6 +274,7 @@ class AgentFlusherSupervisor:
             self.flushed.failed.append(message)
         elif kind == "protected":
             self.report_protection(message)
+        self.commits += kind == "committed"
         if kind in {"wrote", "committed", "failed"}:
             self.report_progress(kind)
 

@@ -1,0 +1,50 @@
+"""A program for two nodes: equal steps, whose mean time rank 0 writes into the file `out`.
+
+An agent of each node starts it. All bytes of the state change in each step, so that no block of a
+copy is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from holdfast.trainer import Session
+from holdfast.trainer.config import config
+from holdfast_bench.limits.ranks import Trained
+
+MATRIX_WIDTH: Final = 256
+
+
+def main() -> None:
+    """Train `steps` steps of `products` matrix products; the first `warm_up` do not count."""
+    settings = config()
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    trained = Trained(int(settings["state_bytes"]))
+    matrix = torch.randn(MATRIX_WIDTH, MATRIX_WIDTH) / MATRIX_WIDTH
+    warm_up, steps = int(settings["warm_up"]), int(settings["steps"])
+    began = 0.0
+    with Session(trained.model, trained.optimizer) as session:
+        for step in session.steps(warm_up + steps):
+            if step == warm_up + 1:
+                began = time.perf_counter()
+            product = matrix
+            for _ in range(int(settings["products"])):
+                product = matrix @ product
+            trained.update()
+            # As the exchange of gradients, it lets all ranks wait for the slowest one.
+            dist.all_reduce(product)
+        spent_s = time.perf_counter() - began
+        if session.rank == 0:
+            Path(settings["out"]).write_text(str(spent_s / steps))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
