@@ -2,18 +2,21 @@
 
 The index knows what a run's processes wrote. A process that was killed writes nothing, so the
 supervisor's lock and the heartbeats are read from disk. All clients share one answer, which is at
-most `FRESH_S` old. `findings` judges what the journals say.
+most `FRESH_S` old. While one request renews it, the others get the last one, unless that is
+`STALE_S` old. `findings` judges what the journals say.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pydantic import ValidationError
 
@@ -32,10 +35,11 @@ from holdfast.api.findings import (
 )
 from holdfast.api.schemas import Acknowledged, AttentionItem, WaitingRun
 from holdfast.api.steering import read_supervision
-from holdfast.api.store import IndexStore
+from holdfast.api.store import STEERING, IndexStore
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError, NotFoundError
+from holdfast.contracts.records.alerts import KINDS
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.states import RunState
@@ -48,10 +52,11 @@ from holdfast.workers.nodes.heartbeats import (
 )
 
 FRESH_S: Final = 2.0
+STALE_S: Final = 10.0
 # Beside the missed heartbeats, for the way of a file through shared storage.
 BEAT_EXTRA_S: Final = 1.0
 # With thousands of live runs, the first looks read a part of their journals each.
-READ_S: Final = 1.0
+READ_S: Final = 0.3
 ITEMS_MAX: Final = 200
 # The text of an error may be a page long.
 TEXT_CHARACTERS_MAX: Final = 500
@@ -95,12 +100,19 @@ class Attention:
 
     def items(self) -> list[AttentionItem]:
         """Return what needs a person, the most severe and oldest first. Raises `LineageError`."""
-        with self._lock:
-            now = time.monotonic()
+        now = time.monotonic()
+        age_s = now - self._looked_at
+        if age_s < FRESH_S:
+            return self._items
+        if not self._lock.acquire(blocking=age_s >= STALE_S):
+            return self._items
+        try:
             if now - self._looked_at >= FRESH_S:
                 self._items = self._look(now)[:ITEMS_MAX]
                 self._looked_at = time.monotonic()
             return self._items
+        finally:
+            self._lock.release()
 
     def queue(self) -> list[WaitingRun]:
         """Return the runs that wait for GPUs, longest first. Raises `LineageError`."""
@@ -139,20 +151,17 @@ class Attention:
     def _look(self, now: float) -> list[AttentionItem]:
         rows = self._store.live_runs()
         known = {row["uid"]: self._known.get(row["uid"]) for row in rows}
-        self._known = {uid: one or self._begin(uid) for uid, one in known.items()}
+        new = [uid for uid, one in known.items() if one is None]
+        sections = self._store.checkpoint_sections(new)
+        self._known = {
+            uid: one or _Known(_checkpointing(sections.get(uid))) for uid, one in known.items()
+        }
         self._rows = rows
         found = [item for row in rows for item in self._of_known(row, now)]
         found += self._of_storage(rows)
         kept = {item.id for item in found}
         self._new = {name: done for name, done in self._new.items() if name in kept}
         return sorted(found, key=_urgency)
-
-    def _begin(self, uid: str) -> _Known:
-        # A newer version may have recorded keys that this one cannot read, see decision 44.
-        with contextlib.suppress(ValidationError, NotFoundError):
-            spec = self._store.read_spec(uid)
-            return _Known(Checkpointing.read(spec.get("checkpoint") or {}))
-        return _Known(None)
 
     def _of_known(self, row: RunRow, now: float) -> list[AttentionItem]:
         try:
@@ -184,13 +193,12 @@ class Attention:
             yield _item(one, identity, row["run"], uid, done)
 
     def _read_events(self, row: RunRow, known: _Known) -> None:
-        """Read what the run's state needs, because each list costs queries."""
+        """Read what the run's state needs."""
         uid, waits = row["uid"], row["state"] in {RunState.QUEUED, RunState.WAITING}
-        known.alerts = self._store.alert_events(uid)
-        known.saves = () if waits else self._store.newest_events(uid, SAVES)
-        known.queue = self._store.newest_events(uid, QUEUE) if waits else ()
-        known.steering = self._store.steering_events(uid)
-        lines = self._store.newest_events(uid, (EventKind.ALERT_ACKNOWLEDGED,))
+        acknowledged = (EventKind.ALERT_ACKNOWLEDGED,)
+        groups = (KINDS, STEERING, acknowledged, QUEUE if waits else SAVES)
+        known.alerts, known.steering, lines, own = self._store.newest_of_each(uid, groups)
+        known.saves, known.queue = ((), own) if waits else (own, ())
         known.acknowledged = acknowledged_in(lines)
         known.updated_at, known.state = row["updated_at"], row["state"]
 
@@ -248,6 +256,20 @@ class Attention:
             items.append(_item(one, identity, None, None, done))
         self._of_roots.keep(item.id for item in items)
         return items
+
+
+def _checkpointing(section: Any) -> Checkpointing | None:
+    """Return the `checkpoint` section of a spec; None if this version cannot read it."""
+    # A newer version may have recorded keys that this one cannot read, see decision 44.
+    with contextlib.suppress(ValidationError):
+        return _read_checkpointing(json.dumps(section or {}, sort_keys=True))
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _read_checkpointing(section: str) -> Checkpointing:
+    # The runs of a site have few different sections, and reading one takes a while.
+    return Checkpointing.read(json.loads(section))
 
 
 def _facts(row: RunRow, known: _Known, step: int | None) -> RunFacts:

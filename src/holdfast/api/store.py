@@ -285,17 +285,17 @@ class IndexStore:
         """
         where = EventFilter(kinds=tuple(str(kind) for kind in kinds), attempt=attempt)
         page = self.list_events(run, where, newest_first=True, after=None, limit=NEWEST_EVENTS_MAX)
-        return [
-            Event(
-                writer=Path(row["journal"]).stem,
-                opening=row["opening"],
-                sequence=row["sequence"],
-                time=views.unix_time(row["time"]) or 0.0,
-                kind=EventKind(row["kind"]),
-                data=row["data"],
-            )
-            for row in reversed(page.items)
-        ]
+        return [_event(row, views.unix_time(row["time"]) or 0.0) for row in reversed(page.items)]
+
+    def newest_of_each(self, uid: str, groups: Sequence[Sequence[EventKind]]) -> list[list[Event]]:
+        """Return `newest_events` for each group of kinds of a run in `live_runs`, by one query."""
+        kinds = [tuple(str(kind) for kind in group) for group in groups]
+        found = pages.newest_lines(self.index.open(), uid, kinds, NEWEST_EVENTS_MAX)
+        return [[_event(row, row["time"]) for row in rows] for rows in found]
+
+    def checkpoint_sections(self, uids: Sequence[str]) -> dict[str, Any]:
+        """Return the `checkpoint` section of the specs of runs in `live_runs`, by uid."""
+        return run_queries.checkpoint_sections(self.index.open(), uids) if uids else {}
 
     @in_one_read
     def lineage(self, run: str) -> views.Graph:
@@ -363,6 +363,17 @@ class IndexStore:
     def live_runs(self) -> list[views.RunRow]:
         where = RunFilter(states=LIVE)
         return pages.list_runs(self.index.open(), where, limit=None).items
+
+
+def _event(row: Mapping[str, Any], time: float) -> Event:
+    return Event(
+        writer=Path(row["journal"]).stem,
+        opening=row["opening"],
+        sequence=row["sequence"],
+        time=time,
+        kind=EventKind(row["kind"]),
+        data=row["data"],
+    )
 
 
 def _page(found: IndexPage[T]) -> Page[T]:
