@@ -2,7 +2,9 @@ import { describe, expect, it, vi } from "vitest";
 import type { Checkpoint, Point, Run, Series } from "./api/types";
 import { stitch } from "./curves";
 import { KINDS, factOf, factsOf } from "./events";
-import { bytes, checkpointWords, count, exact, percent, relative, runOf, span, when } from "./format";
+import {
+  bytes, checkpointWords, count, exact, percent, relative, runOf, span, when,
+} from "./format";
 import { committedStep, stepOf, timeLeft } from "./progress";
 import { attempt } from "./samples";
 import { reachedStages, stageOf } from "./durability";

@@ -60,7 +60,8 @@ export function TrackChart(props: Props) {
   useEffect(() => {
     const element = place.current;
     if (!element) return undefined;
-    const plot = new uPlot(trackOptions({ x, lines, label, format }, element), [x, ...lines], element);
+    const given = trackOptions({ x, lines, label, format }, element);
+    const plot = new uPlot(given, [x, ...lines], element);
     return keepFitting(plot, element, HEIGHT);
   }, [x, lines, label, format]);
   const ends = lines.map((line) => format(line.findLast((value) => value !== null)));

@@ -82,8 +82,9 @@ function RanksOf({ name, run }: { name: string; run: Run }) {
   const map = useHeatMap(name, { value: "step" }, live).data;
   const gpus = useGpus(name, {}, live).data;
   const beats = useHeartbeats(name, live).data;
-  const isEmpty = run.attempts.length === 1 && map?.rows.length === 0 &&
-    gpus?.nodes.length === 0 && beats?.nodes.length === 0 && map.problems.length + gpus.problems.length === 0;
+  const problems = [...map?.problems ?? [], ...gpus?.problems ?? []];
+  const isEmpty = run.attempts.length === 1 && problems.length === 0 &&
+    map?.rows.length === 0 && gpus?.nodes.length === 0 && beats?.nodes.length === 0;
   return isEmpty ? <Nothing /> : <RecordedRanks />;
 }
 
