@@ -134,6 +134,17 @@ def header(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
+def test_only_a_page_with_a_session_asks_for_the_first_rows_early(served: Served) -> None:
+    with served.stranger() as client:
+        assert "link" not in client.get("/").headers
+        client.get(f"/?token={served.token}")
+        link = client.get("/").headers["link"]
+        address = link.partition("<")[2].partition(">")[0]
+        assert client.get(address).json()["items"]
+        assert "link" not in client.get("/?state=failed").headers
+        assert "link" not in client.get("/queue").headers
+
+
 def test_printed_url_starts_a_session_and_redirects_without_the_token(served: Served) -> None:
     served.services.login_throttle = LoginThrottle()
     with served.stranger() as client:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from tests.api.conftest import Served, serving, wait_for
+from tests.api.conftest import WAIT_S, Served, serving, wait_for
 from tests.support.runs import RunFolder
 from tests.web.sample_runs import RunScript, clock
 
-from holdfast.api.attention import FILE
+from holdfast.api.acknowledgements import FILE
+from holdfast.api.attention import FRESH_S, STALE_S
 from holdfast.api.tokens import Role
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.records.history import load_events
@@ -150,6 +153,36 @@ def test_a_reader_and_an_unknown_problem_are_refused(served: Served) -> None:
     assert refused.status_code == 404
     assert "it may be solved" in refused.json()["message"]
     assert listed(served, "mirror_behind")[0]["acknowledged"] is None
+
+
+def test_a_request_does_not_wait_for_a_look_unless_the_last_answer_is_old(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = served.services.attention
+    last = attention.items()
+    slow, goes_on = threading.Event(), threading.Event()
+
+    def look(_: float) -> list[Any]:
+        slow.set()
+        assert goes_on.wait(WAIT_S)
+        return []
+
+    monkeypatch.setattr(attention, "_look", look)
+    # Put back afterwards.
+    monkeypatch.setattr(attention, "_items", last)
+    monkeypatch.setattr(attention, "_looked_at", time.monotonic() - 2 * FRESH_S)
+    with ThreadPoolExecutor(2) as pool:
+        renewed = pool.submit(attention.items)
+        assert slow.wait(WAIT_S)
+        try:
+            assert attention.items() == last != []
+            monkeypatch.setattr(attention, "_looked_at", time.monotonic() - 2 * STALE_S)
+            late = pool.submit(attention.items)
+            with pytest.raises(TimeoutError):
+                late.result(0.2)
+        finally:
+            goes_on.set()
+        assert renewed.result(WAIT_S) == late.result(WAIT_S) == []
 
 
 HOLDER: Final = """

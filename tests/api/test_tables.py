@@ -5,8 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+import time
+from pathlib import Path
 
+from benchmarks.lineage_fill import CHAIN, fill
+
+from holdfast.api.routes.runs import run_line
 from holdfast.api.routes.tables import RUN_COLUMNS, run_facts, table_of
+from holdfast.lineage.database.transactions import open_database
+from holdfast.lineage.queries import pages
 
 
 def test_a_table_without_rows_has_its_header() -> None:
@@ -25,6 +32,20 @@ def test_a_cell_of_a_spreadsheet_is_never_a_formula() -> None:
     assert [one["text"] for one in found] == [*(f"'{one}" for one in texts[:5]), *texts[5:]]
     assert {(one["number"], one["none"]) for one in found} == {("-1.5", "")}
     assert json.loads(bytes(table_of("runs", rows, "json").body)) == rows
+
+
+def test_a_table_of_all_runs_costs_little_for_each(tmp_path: Path) -> None:
+    runs = 2000
+    with open_database(f"sqlite:///{tmp_path / 'index.db'}") as database:
+        fill(database, runs, CHAIN + runs)
+        began = time.process_time()
+        rows = pages.list_runs(database, limit=None).items
+        answer = table_of("runs", (run_facts(run_line(row, None)) for row in rows), "csv")
+        took_s = time.process_time() - began
+    assert bytes(answer.body).count(b"run-001999") == 3
+    assert bytes(answer.body).count(b"\n") == runs + 1
+    # Ten thousand runs take two seconds at most.
+    assert took_s < 2.0 * runs / 10_000
 
 
 def test_an_odd_account_has_empty_columns() -> None:

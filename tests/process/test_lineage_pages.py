@@ -23,7 +23,7 @@ from holdfast.lineage.database.states import CheckpointState
 from holdfast.lineage.database.transactions import Database, open_database
 from holdfast.lineage.ingest.reindex import reindex
 from holdfast.lineage.ingest.run_ingest import forget_run, ingest_run
-from holdfast.lineage.queries import pages, run_queries
+from holdfast.lineage.queries import pages, run_queries, views
 from holdfast.lineage.queries.comparison import compare, list_files
 from holdfast.lineage.queries.cursors import PAGE_MAX, RowPage
 from holdfast.lineage.queries.totals import list_nodes, metric_series, node_faults
@@ -158,6 +158,34 @@ def test_cursor_stays_valid_while_runs_are_added(database: Database, tmp_path: P
     assert names(first.items) + names(rest) == [
         *("later-e", "later-d", "later-c", "gpt-b", "gpt", "older")
     ]
+
+
+def test_a_page_equals_the_rows_of_the_whole_list_in_every_order(database: Database) -> None:
+    for sort in pages.RUN_ORDERS:
+        whole = pages.list_runs(database, sort=sort, limit=None).items
+        parts = walk(functools.partial(_listed, database, sort))
+        assert parts == whole, sort
+        assert all(set(one) == set(views.RunRow.__annotations__) for one in parts)
+
+
+def _listed(database: Database, sort: pages.RunSort, after: str | None) -> RowPage[Any]:
+    return pages.list_runs(database, sort=sort, after=after, limit=2)
+
+
+def test_newest_lines_are_those_of_the_lists_of_each_group(database: Database) -> None:
+    groups = [("committed", "staged"), ("launch_started", "launch_ended"), ("no_such_kind",)]
+    for most in (1, 3, 100):
+        found = pages.newest_lines(database, "a" * 32, groups, most)
+        for lines, kinds in zip(found, groups, strict=True):
+            where = pages.EventFilter(kinds=kinds)
+            listed = pages.list_events(database, "gpt", where, limit=most).items
+            told = [(one["journal"], one["opening"], one["sequence"]) for one in listed]
+            assert [(one["journal"], one["opening"], one["sequence"]) for one in lines][
+                ::-1
+            ] == told
+    assert found[0]
+    assert found[1]
+    assert not found[2]
 
 
 def test_keep_reasons_of_a_page_equal_those_of_the_whole_list(database: Database) -> None:

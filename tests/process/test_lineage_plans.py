@@ -79,6 +79,8 @@ def questions(database: Database, root: Path) -> list[Callable[[], object]]:
         lambda: list_files(database, CHECKPOINT),
         lambda: pages.list_runs(database, pages.RunFilter(root=root), limit=None),
         lambda: pages.list_runs(database, limit=5),
+        lambda: pages.newest_lines(database, "a" * 32, [("committed", "staged"), ("note",)], 5),
+        lambda: run_queries.checkpoint_sections(database, ["a" * 32]),
         lambda: run_queries.show_run(database, "a" * 32),
         lambda: run_queries.show_run(database, str(root / "gpt")),
         lambda: pages.list_checkpoints(database, "gpt", limit=None),

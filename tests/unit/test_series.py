@@ -14,7 +14,7 @@ import pytest
 from tests.support.series import add_ranks, header, write_gpus, write_ranks
 
 from holdfast.api.series.gpus import read_gpus
-from holdfast.api.series.heat import ALPHABET, read_heat_map
+from holdfast.api.series.heat import ALPHABET, LEVELS, encode, read_heat_map
 from holdfast.api.series.models import HeatMap, HeatValue
 from holdfast.api.series.ranges import TimeRange
 from holdfast.contracts.disk.paths import AttemptPaths
@@ -355,3 +355,25 @@ def test_gpus_over_time_have_peaks_and_the_codes_of_new_errors(attempt: AttemptP
     assert one.ecc_errors == [0, 0, 2, 0, 0]
     assert one.xids == [0, 0, 79, 0, 0]
     assert read_gpus("run", attempt, 3, WHOLE).nodes[1].host == "node-3"
+
+
+def test_noise_around_the_usual_value_is_one_level_and_a_slower_rank_another() -> None:
+    draw = np.random.default_rng(7)
+    for usual in (0.013, 0.987, 41.0):
+        values = (usual * draw.normal(1.0, 0.015, (64, 100))).astype(np.float32)
+        values[5] *= 1.2
+        lowest, ratio, rows = encode(values)
+        level = np.array([[ALPHABET.index(one) for one in row] for row in rows])
+        shown = lowest * ratio ** (level - 1)
+        assert np.isclose(np.median(shown), np.median(values), rtol=1e-6)
+        assert (level[:5] == level[0, 0]).mean() > 0.99
+        assert (level[5] >= level[0, 0] + 1).all()
+        assert (np.abs(np.log(shown / values)) <= np.log(ratio) / 2 * 1.001).all()
+
+
+def test_values_of_all_sizes_have_levels() -> None:
+    values = np.geomspace(1e-6, 10.0, 400, dtype=np.float32).reshape(20, 20)
+    lowest, ratio, rows = encode(values)
+    level = np.array([[ALPHABET.index(one) for one in row] for row in rows])
+    assert (level.min(), level.max() <= LEVELS) == (1, True)
+    assert np.isclose(lowest * ratio ** (level.max() - 1), 10.0, rtol=ratio - 1)

@@ -125,4 +125,4 @@ def test_the_whole_map_is_small_on_the_wire(site: Site, browser: Browser) -> Non
         assert (len(found["rows"]), found["buckets"]) == (NODES * PER_NODE, BUCKETS)
         size = next((int(h["value"]) for h in sent if h["name"].lower() == "content-length"), 0)
         print(f"{size} bytes in {took_s:.2f} s")
-        assert 0 < size <= 450_000
+        assert 0 < size <= 300_000

@@ -14,6 +14,7 @@ from tests.web import testbed
 from tests.web.sample_runs import LIVE
 from tests.web.testbed import CHECKOUT, Site
 
+from holdfast.api.routes.page import FIRST_ROWS
 from holdfast.contracts.disk.durable import write_bytes
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
@@ -221,6 +222,21 @@ def test_printed_url_logs_in_and_removes_the_token_from_the_address(
         expect(page.get_by_role("link", name="vit-l-ablation")).to_be_visible()
         expect(page).to_have_url(f"{site.url}/")
         assert not console_errors
+
+
+def test_list_asks_for_the_rows_that_the_browser_loads_early(browser: Browser, site: Site) -> None:
+    with testbed.page_of(browser, site) as (page, _):
+        asked: list[str] = []
+        page.on("request", lambda one: asked.append(one.url.removeprefix(site.url)))
+        page.goto("/")
+        page.get_by_role("table").wait_for()
+        early = "() => performance.getEntriesByType('resource').find(e => e.name.includes('/runs'))"
+        assert page.evaluate(f"({early})().initiatorType") == "link"
+        assert {one for one in asked if "/api/v1/runs" in one} == {FIRST_ROWS}
+        # Few visits need the values of the filters.
+        assert "/api/v1/filters" not in asked
+        page.get_by_text("Filters", exact=True).click()
+        expect(page.get_by_label("User").get_by_role("option")).not_to_have_count(1)
 
 
 def test_page_offers_a_login_and_reports_a_stopped_server(browser: Browser, tmp_path: Path) -> None:

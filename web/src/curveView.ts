@@ -2,6 +2,7 @@
 import { useNavigate, useSearch } from "@tanstack/react-router";
 import { useCallback, useMemo } from "react";
 import { STEP } from "./curves";
+import { text } from "./runsSearch";
 import type { Range } from "./scales";
 
 /** The part of the address that says how curves are drawn. */
@@ -28,10 +29,6 @@ export const zoomSearch = (range: Range | null): Pick<CurveSearch, "from" | "to"
 
 const number = (value: unknown): number | undefined =>
   typeof value === "number" && Number.isFinite(value) ? value : undefined;
-
-const text = (value: unknown): string | undefined =>
-  typeof value === "string" && value !== "" ? value
-    : typeof value === "number" ? String(value) : undefined;
 
 /** The valid parts of an address; anything else is left out. */
 export function curveSearch(given: Record<string, unknown>): CurveSearch {

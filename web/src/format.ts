@@ -78,9 +78,8 @@ export function exact(then: number): string {
   const date = new Date(then);
   const two = (value: number) => String(value).padStart(2, "0");
   const offset = -date.getTimezoneOffset();
-  const zone = `${offset < 0 ? "−" : "+"}${two(Math.floor(Math.abs(offset) / 60))}:${two(
-    Math.abs(offset) % 60,
-  )}`;
+  const zone = offset === 0 ? "" : `${offset < 0 ? "−" : "+"}${two(
+    Math.floor(Math.abs(offset) / 60))}:${two(Math.abs(offset) % 60)}`;
   return (
     `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ` +
     `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())} UTC${zone}`

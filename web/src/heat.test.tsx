@@ -1,8 +1,10 @@
 // @vitest-environment happy-dom
-import { fireEvent, screen, within } from "@testing-library/react";
+import { cleanup, fireEvent, screen, within } from "@testing-library/react";
 import { describe, expect, it, vi } from "vitest";
 import type { GpuSeries, HeatMap, RankMeans } from "./api/schema";
 import { cellsOf, hostOf, levelAt, moved, paint, paletteOf, scaleOf, valueOf } from "./heat";
+import { count } from "./format";
+import { trackOptions } from "./parts/TrackChart";
 import { attempt, run } from "./samples";
 import { openPage, rowsOf } from "./testbed";
 
@@ -69,7 +71,7 @@ describe("the cells of a heat map", () => {
   it("have colours that one outlier does not spoil, and that do not exaggerate noise", () => {
     const levels = new Uint8Array(10_000).fill(20);
     levels[77] = 90;
-    expect(scaleOf({ levels, ranks: 100, buckets: 100 })).toEqual({ low: 20, high: 26 });
+    expect(scaleOf({ levels, ranks: 100, buckets: 100 })).toEqual({ low: 20, high: 23 });
     expect(scaleOf({ levels: new Uint8Array(4), ranks: 2, buckets: 2 }).low).toBe(1);
     const palette = paletteOf([[0, 0, 0], [200, 100, 0]], { low: 10, high: 20 });
     const bytes = new Uint8Array(palette.buffer);
@@ -121,6 +123,18 @@ describe("ranks over time", () => {
       { value: "data", attempt: "1", time_from: String(1_764_000_000 - 3600) });
   });
 
+  it("are one text if nothing is recorded, and if there was no attempt", async () => {
+    const nothing = map({ buckets: 0, rows: [], worst: [] });
+    for (const attempts of [[attempt({})], []]) {
+      openRanks(nothing, NONE, attempts);
+      await screen.findByText("Nothing is recorded of the ranks yet");
+      expect(screen.queryByText(/No steps recorded yet|No data of GPUs|No heartbeats/)).toBeNull();
+      cleanup();
+    }
+    openRanks(nothing, gpus());
+    await screen.findByText("No steps recorded yet");
+  });
+
   it("say that there are none, and which file is damaged", async () => {
     openRanks(map({ buckets: 0, rows: [], worst: [], problems: ["ranks-0000.1.bin: damaged"] }));
     await screen.findByText("No steps recorded yet");
@@ -130,6 +144,14 @@ describe("ranks over time", () => {
 });
 
 describe("GPUs over time", () => {
+  it("have ticks at whole numbers only, as their texts have no decimals", () => {
+    const drawn = { x: [0], lines: [[0]], label: "New ECC errors", format: count };
+    const [, axis] = trackOptions(drawn, document.createElement("div")).axes ?? [];
+    const increments = axis?.incrs as number[];
+    expect(increments.slice(0, 4)).toEqual([1, 2, 5, 10]);
+    expect(increments.every(Number.isInteger)).toBe(true);
+  });
+
   it("have faults as text, charts, and the newest values", async () => {
     const server = openRanks(map(), gpus());
     await screen.findByText(/GPU 0: Xid 79, 2025-11-24/);

@@ -23,7 +23,7 @@ export interface Scale {
 type Colour = readonly [number, number, number];
 
 // Fewer steps between the ends would show noise as if it mattered.
-const STEPS_MIN = 6;
+const STEPS_MIN = 3;
 const LOW_SHARE = 0.01;
 const HIGH_SHARE = 0.995;
 const OPAQUE = 255;
@@ -93,19 +93,26 @@ export function paint(
   { from, to }: { from: number; to: number }, palette: Uint32Array,
 ) {
   const row = new Uint8Array(buckets);
+  let [drawnFirst, drawnLast] = [-1, -1];
   for (let y = 0; y < height; y += 1) {
     const first = Math.floor(from + ((to - from) * y) / height);
     const next = Math.floor(from + ((to - from) * (y + 1)) / height);
     const last = Math.min(ranks, Math.max(first + 1, next));
+    const start = y * buckets;
+    // Where a rank has several rows, all but the first are copies.
+    if (first === drawnFirst && last === drawnLast) {
+      image.copyWithin(start, start - buckets, start);
+      continue;
+    }
+    [drawnFirst, drawnLast] = [first, last];
     row.fill(0);
     for (let rank = first; rank < last; rank += 1) {
-      const start = rank * buckets;
+      const at = rank * buckets;
       for (let bucket = 0; bucket < buckets; bucket += 1) {
-        const level = levels[start + bucket] as number;
+        const level = levels[at + bucket] as number;
         if (level > (row[bucket] as number)) row[bucket] = level;
       }
     }
-    const start = y * buckets;
     for (let bucket = 0; bucket < buckets; bucket += 1) {
       image[start + bucket] = palette[row[bucket] as number] as number;
     }

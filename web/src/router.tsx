@@ -3,6 +3,7 @@ import {
   createRootRoute,
   createRoute,
   createRouter,
+  parseSearchWith,
 } from "@tanstack/react-router";
 import { curveSearch, runsOf, type CurveSearch } from "./curveView";
 import { lazyView } from "./lazy";
@@ -10,7 +11,7 @@ import { Problem } from "./parts/basics";
 import { NotFound } from "./pages/NotFound";
 import { PREFIX } from "./prefix";
 import { Runs } from "./pages/Runs";
-import { readRunsSearch, text } from "./runsSearch";
+import { readRunsSearch, readValue, text } from "./runsSearch";
 import { Shell } from "./shell";
 import { tableSearch } from "./tableSearch";
 
@@ -73,7 +74,7 @@ const logs = createRoute({
   validateSearch: (given: Record<string, unknown>): LogsSearch => ({
     file: text(given.file),
     at: typeof given.at === "number" && given.at >= 0 ? given.at : undefined,
-    attempt: typeof given.attempt === "number" ? String(given.attempt) : text(given.attempt),
+    attempt: text(given.attempt),
   }),
 });
 
@@ -82,7 +83,7 @@ const errors = createRoute({
   path: "/errors",
   component: lazyView(() => import("./pages/run/Errors"), "Errors"),
   validateSearch: (given: Record<string, unknown>): { attempt?: string } => ({
-    attempt: typeof given.attempt === "number" ? String(given.attempt) : text(given.attempt),
+    attempt: text(given.attempt),
   }),
 });
 
@@ -182,6 +183,7 @@ export const router = createRouter({
     storage,
   ]),
   basepath: PREFIX || "/",
+  parseSearch: parseSearchWith(readValue),
   defaultPreload: "intent",
   defaultErrorComponent: ({ error }) => <Problem error={error} />,
   scrollRestoration: true,

@@ -1,5 +1,5 @@
 // @vitest-environment happy-dom
-import { fireEvent, screen, waitFor } from "@testing-library/react";
+import { cleanup, fireEvent, screen, waitFor } from "@testing-library/react";
 import { describe, expect, it } from "vitest";
 import type {
   ActionDone, OperatorRequest, RunDetail, RunLine, RunPage, UnreadableRun,
@@ -62,6 +62,16 @@ describe("the list of runs", () => {
       { "GET /runs": ({ query: { search } }) => page(search ? [VIT] : [GPT]) });
     await screen.findByText("vit");
     expect(screen.getByLabelText<HTMLInputElement>("Search runs by name").value).toBe("vi");
+  });
+
+  it("takes a search text that looks like a number as it is written", async () => {
+    for (const words of ["2024", "1e5", "true"]) {
+      const server = openPage(`/?search=${words}`, { "GET /runs": page([GPT]) });
+      await screen.findByText("gpt");
+      expect(server.requests("GET /runs").at(-1)?.query.search).toBe(words);
+      expect(screen.getByLabelText<HTMLInputElement>("Search runs by name").value).toBe(words);
+      cleanup();
+    }
   });
 
   it("filters on the server, from and into the address", async () => {

@@ -1,11 +1,15 @@
 // What the address of the list of runs may have: filters and the order.
 
+/** Text of the address. The router reads what looks like a number or a truth value as one. */
 export const text = (value: unknown): string | undefined =>
-  typeof value === "string" && value !== "" ? value : undefined;
+  typeof value === "number" || typeof value === "boolean" ? String(value)
+    : typeof value === "string" && value !== "" ? value : undefined;
 
-/** Text that may look like a number, which the router then reads as one. */
-const word = (value: unknown): string | undefined =>
-  typeof value === "number" ? String(value) : text(value);
+/** A value of the address. What would be written in another way is text, such as "1e5". */
+export function readValue(given: string): unknown {
+  const value: unknown = JSON.parse(given);
+  return value === null || (typeof value === "number" && String(value) !== given) ? given : value;
+}
 
 export interface RunsSearch {
   search?: string;
@@ -31,7 +35,7 @@ export const readRunsSearch = (given: Record<string, unknown>): RunsSearch => ({
   user: text(given.user),
   cause: text(given.cause),
   partition: text(given.partition),
-  tag: word(given.tag),
+  tag: text(given.tag),
   since: text(given.since),
   attention: given.attention === true ? true : undefined,
   focus: text(given.focus),

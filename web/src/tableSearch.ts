@@ -1,5 +1,6 @@
 // The order and the columns of a table, which are in the address.
 import { useNavigate, useSearch } from "@tanstack/react-router";
+import { text } from "./runsSearch";
 
 export interface TableSearch {
   /** A column's id, after a minus sign if the largest value comes first. */
@@ -7,9 +8,6 @@ export interface TableSearch {
   /** The ids of the shown columns, unless they are the usual ones. */
   cols?: string | undefined;
 }
-
-const text = (value: unknown): string | undefined =>
-  typeof value === "string" && value !== "" ? value : undefined;
 
 export const tableSearch = (given: Record<string, unknown>): TableSearch =>
   ({ sort: text(given.sort), cols: text(given.cols) });

@@ -3,7 +3,7 @@ import { fireEvent, screen, waitFor, within } from "@testing-library/react";
 import { beforeEach, describe, expect, it, vi } from "vitest";
 import { changeOf, tagsIn } from "./annotation";
 import type { AnnotationDone, RunLine, RunPage } from "./api/schema";
-import { readRunsSearch } from "./runsSearch";
+import { readRunsSearch, readValue, text } from "./runsSearch";
 import { changeViews, isSame, savedViews, viewOf, VIEWS_MAX, withView } from "./savedViews";
 import { detail, ID, line, run } from "./samples";
 import { ANNOTATE, begin, button, DETAIL, openPage, problem, rowsOf, SESSION } from "./testbed";
@@ -50,6 +50,11 @@ describe("the tags in the list of runs", () => {
   it("are in the address, where one may look like a number", () => {
     expect(readRunsSearch({ tag: 2024 }).tag).toBe("2024");
     expect(readRunsSearch({ tag: ["a"] }).tag).toBeUndefined();
+    const names = ["search", "state", "user", "cause", "partition", "tag"] as const;
+    for (const name of names) expect(readRunsSearch({ [name]: 2024 })[name]).toBe("2024");
+    const given = ["2024", "1e5", "1.0", "12345678901234567890", "null", "true", '"2024"'];
+    expect(given.map((one) => text(readValue(one)))).toEqual(
+      ["2024", "1e5", "1.0", "12345678901234567890", "null", "true", "2024"]);
   });
 });
 

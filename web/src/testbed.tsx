@@ -194,10 +194,11 @@ export function openPage(path: string, answers: Given = {}): Server {
   vi.stubGlobal("EventSource", Stream);
   vi.stubGlobal("Worker", LayoutWorker);
   const history = createMemoryHistory({ initialEntries: [path] });
+  const { routeTree, options: { parseSearch } } = router;
   render(
     <QueryClientProvider client={createQueryClient()}>
       <ClockProvider>
-        <RouterProvider router={createRouter({ routeTree: router.routeTree, history })} />
+        <RouterProvider router={createRouter({ routeTree, history, parseSearch })} />
       </ClockProvider>
     </QueryClientProvider>,
   );

@@ -2,21 +2,25 @@
 
 The index knows what a run's processes wrote. A process that was killed writes nothing, so the
 supervisor's lock and the heartbeats are read from disk. All clients share one answer, which is at
-most `FRESH_S` old. `findings` judges what the journals say.
+most `FRESH_S` old. While one request renews it, the others get the last one, unless that is
+`STALE_S` old. `findings` judges what the journals say.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
+from holdfast.api.acknowledgements import RootAcknowledgements, acknowledged_in
 from holdfast.api.capacity import find_full_roots
 from holdfast.api.findings import (
     PROTECTION,
@@ -30,18 +34,17 @@ from holdfast.api.findings import (
     pending_reason,
     waiting_since,
 )
-from holdfast.api.problems import LOG
 from holdfast.api.schemas import Acknowledged, AttentionItem, WaitingRun
 from holdfast.api.steering import read_supervision
-from holdfast.api.store import IndexStore
-from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
+from holdfast.api.store import STEERING, IndexStore
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError, NotFoundError
+from holdfast.contracts.records.alerts import KINDS
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.states import RunState
-from holdfast.lineage.queries.views import RunRow, iso, iso_time, unix_time
+from holdfast.lineage.queries.views import RunRow, iso, unix_time
 from holdfast.workers.nodes.heartbeats import (
     BEATS_MISSED_MAX,
     heartbeat_stamp,
@@ -49,84 +52,12 @@ from holdfast.workers.nodes.heartbeats import (
     read_heartbeats,
 )
 
-# Who acknowledged what needs attention, and when.
-#
-# A run's journal has the acknowledgements of its problems. A problem of a root belongs to no run,
-# so this server keeps its acknowledgement in a file beside its tokens, until it is solved.
-
-FILE: Final = "acknowledged.json"
-
-
-class _Document(BaseModel):
-    """The file: the acknowledgements by the id of the problem."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    roots: dict[str, Acknowledged] = {}
-
-
-def acknowledged_in(events: Iterable[Event]) -> dict[str, Acknowledged]:
-    """Return the acknowledgements in a journal by the problem's id; the first one counts."""
-    found: dict[str, Acknowledged] = {}
-    for event in events:
-        texts = (event.data.get(key) for key in ("by", "note"))
-        by, note = (one if isinstance(one, str) else "" for one in texts)
-        done = Acknowledged(by=by, at=iso_time(event.time), note=note)
-        found.setdefault(str(event.data.get("alert")), done)
-    return found
-
-
-class RootAcknowledgements:
-    """The acknowledgements of the roots' problems. Thread-safe."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
-        self._lock = threading.Lock()
-        self._found = self._read()
-
-    def get(self, identity: str) -> Acknowledged | None:
-        return self._found.get(identity)
-
-    def add(self, identity: str, done: Acknowledged) -> Acknowledged:
-        """Record an acknowledgement and return the one that counts, which is the first."""
-        with self._lock:
-            if identity not in self._found:
-                self._write({**self._found, identity: done})
-            return self._found[identity]
-
-    def keep(self, identities: Iterable[str]) -> None:
-        """Forget the acknowledgements of all other problems, because they are solved."""
-        with self._lock:
-            kept = {name: self._found[name] for name in identities if name in self._found}
-            if kept == self._found:
-                return
-            try:
-                self._write(kept)
-            except OSError as error:
-                # The next look tries it again.
-                LOG.warning("%s: cannot be written: %s", self._path, error)
-
-    def _read(self) -> dict[str, Acknowledged]:
-        try:
-            return dict(_Document.model_validate_json(self._path.read_bytes()).roots)
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValidationError) as error:
-            LOG.warning("%s: cannot be read, so it counts as empty: %s", self._path, error)
-            return {}
-
-    def _write(self, found: dict[str, Acknowledged]) -> None:
-        make_directory(self._path.parent)
-        content = to_json(_Document(roots=found).model_dump(mode="json"))
-        write_bytes(self._path, content, mode=0o600)
-        self._found = found
-
-
 FRESH_S: Final = 2.0
+STALE_S: Final = 10.0
 # Beside the missed heartbeats, for the way of a file through shared storage.
 BEAT_EXTRA_S: Final = 1.0
 # With thousands of live runs, the first looks read a part of their journals each.
-READ_S: Final = 1.0
+READ_S: Final = 0.3
 ITEMS_MAX: Final = 200
 # The text of an error may be a page long.
 TEXT_CHARACTERS_MAX: Final = 500
@@ -171,12 +102,19 @@ class Attention:
 
     def items(self) -> list[AttentionItem]:
         """Return what needs a person, the most severe and oldest first. Raises `LineageError`."""
-        with self._lock:
-            now = time.monotonic()
+        now = time.monotonic()
+        age_s = now - self._looked_at
+        if age_s < FRESH_S:
+            return self._items
+        if not self._lock.acquire(blocking=age_s >= STALE_S):
+            return self._items
+        try:
             if now - self._looked_at >= FRESH_S:
                 self._items = self._look(now)[:ITEMS_MAX]
                 self._looked_at = time.monotonic()
             return self._items
+        finally:
+            self._lock.release()
 
     def queue(self) -> list[WaitingRun]:
         """Return the runs that wait for GPUs, longest first. Raises `LineageError`."""
@@ -215,20 +153,17 @@ class Attention:
     def _look(self, now: float) -> list[AttentionItem]:
         rows = self._store.live_runs()
         known = {row["uid"]: self._known.get(row["uid"]) for row in rows}
-        self._known = {uid: one or self._begin(uid) for uid, one in known.items()}
+        new = [uid for uid, one in known.items() if one is None]
+        sections = self._store.checkpoint_sections(new)
+        self._known = {
+            uid: one or _Known(_checkpointing(sections.get(uid))) for uid, one in known.items()
+        }
         self._rows = rows
         found = [item for row in rows for item in self._of_known(row, now)]
         found += self._of_storage(rows)
         kept = {item.id for item in found}
         self._new = {name: done for name, done in self._new.items() if name in kept}
         return sorted(found, key=_urgency)
-
-    def _begin(self, uid: str) -> _Known:
-        # A newer version may have recorded keys that this one cannot read, see decision 44.
-        with contextlib.suppress(ValidationError, NotFoundError):
-            spec = self._store.read_spec(uid)
-            return _Known(Checkpointing.read(spec.get("checkpoint") or {}))
-        return _Known(None)
 
     def _of_known(self, row: RunRow, now: float) -> list[AttentionItem]:
         try:
@@ -260,14 +195,12 @@ class Attention:
             yield _item(one, identity, row["run"], uid, done)
 
     def _read_events(self, row: RunRow, known: _Known) -> None:
-        """Read what the run's state needs, because each list costs queries."""
+        """Read what the run's state needs."""
         uid, waits = row["uid"], row["state"] in {RunState.QUEUED, RunState.WAITING}
-        known.alerts = self._store.alert_events(uid)
-        known.saves = () if waits else self._store.newest_events(uid, SAVES)
-        known.protection = () if waits else self._store.newest_events(uid, PROTECTION)
-        known.queue = self._store.newest_events(uid, QUEUE) if waits else ()
-        known.steering = self._store.steering_events(uid)
-        lines = self._store.newest_events(uid, (EventKind.ALERT_ACKNOWLEDGED,))
+        acknowledged = (EventKind.ALERT_ACKNOWLEDGED,)
+        own = (QUEUE, (), ()) if waits else ((), SAVES, PROTECTION)
+        found = self._store.newest_of_each(uid, (KINDS, STEERING, acknowledged, *own))
+        known.alerts, known.steering, lines, known.queue, known.saves, known.protection = found
         known.acknowledged = acknowledged_in(lines)
         known.updated_at, known.state = row["updated_at"], row["state"]
 
@@ -325,6 +258,20 @@ class Attention:
             items.append(_item(one, identity, None, None, done))
         self._of_roots.keep(item.id for item in items)
         return items
+
+
+def _checkpointing(section: Any) -> Checkpointing | None:
+    """Return the `checkpoint` section of a spec; None if this version cannot read it."""
+    # A newer version may have recorded keys that this one cannot read, see decision 44.
+    with contextlib.suppress(ValidationError):
+        return _read_checkpointing(json.dumps(section or {}, sort_keys=True))
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _read_checkpointing(section: str) -> Checkpointing:
+    # The runs of a site have few different sections, and reading one takes a while.
+    return Checkpointing.read(json.loads(section))
 
 
 def _facts(row: RunRow, known: _Known, step: int | None) -> RunFacts:

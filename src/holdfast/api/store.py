@@ -281,6 +281,14 @@ class IndexStore:
         """Return the run's newest events of these kinds, see `pages.newest_events`."""
         return pages.newest_events(self.index.open(), self.find_run(run).uid, kinds, attempt)
 
+    def newest_of_each(self, uid: str, groups: Sequence[Sequence[EventKind]]) -> list[list[Event]]:
+        """Return `newest_events` for each group of kinds of a run in `live_runs`, by one query."""
+        return pages.newest_of_each(self.index.open(), uid, groups)
+
+    def checkpoint_sections(self, uids: Sequence[str]) -> dict[str, Any]:
+        """Return the `checkpoint` section of the specs of runs in `live_runs`, by uid."""
+        return run_queries.checkpoint_sections(self.index.open(), uids) if uids else {}
+
     @in_one_read
     def lineage(self, run: str) -> views.Graph:
         index, uid = self.index.open(), self.find_run(run).uid

@@ -70,9 +70,9 @@ export const useAttention = () =>
   });
 
 /** The users, causes, partitions and tags by which runs can be filtered. */
-export const useFilterValues = () =>
+export const useFilterValues = (enabled = true) =>
   useQuery({ queryKey: ["filters"], queryFn: () => get<FilterValues>("/filters"),
-    staleTime: FILTERS_MS });
+    staleTime: FILTERS_MS, enabled });
 
 /** The GPUs that are free for a run now. Its scheduler's answer is a few seconds old at most. */
 export const useCapacity = (run: string) =>

@@ -56,6 +56,7 @@ export function HeatCanvas({ cells, scale, zoom, cursor, onCursor, began, label 
   const place = useRef<HTMLDivElement>(null);
   const canvas = useRef<HTMLCanvasElement>(null);
   const frame = useRef(0);
+  const image = useRef<ImageData | null>(null);
   const palette = useRef<Uint32Array>(new Uint32Array(256));
   const theme = useThemeCount();
   const height = Math.min(HEIGHT_MAX, Math.max(HEIGHT_MIN, cells.ranks * ROW_MAX_PX));
@@ -65,11 +66,14 @@ export function HeatCanvas({ cells, scale, zoom, cursor, onCursor, began, label 
     const [element, area] = [canvas.current, place.current];
     const context = element?.getContext("2d");
     if (!element || !area || !context) return;
-    const image = context.createImageData(cells.buckets, height);
+    if (image.current?.width !== cells.buckets || image.current.height !== height) {
+      image.current = context.createImageData(cells.buckets, height);
+    }
+    const pixels = new Uint32Array(image.current.data.buffer);
     const from = (area.scrollTop / full) * cells.ranks;
     const to = from + cells.ranks / zoom;
-    paint(new Uint32Array(image.data.buffer), height, cells, { from, to }, palette.current);
-    context.putImageData(image, 0, 0);
+    paint(pixels, height, cells, { from, to }, palette.current);
+    context.putImageData(image.current, 0, 0);
   }, [cells, height, full, zoom]);
 
   useLayoutEffect(() => {

@@ -1,6 +1,6 @@
 // The filters of the list of runs. They stand in the address, and the server applies them.
 import { useNavigate, useSearch } from "@tanstack/react-router";
-import { useEffect, useRef, type ReactNode } from "react";
+import { useEffect, useRef, useState } from "react";
 import { BASE, withQuery } from "../api/client";
 import { useFilterValues, type Sort } from "../api/queries";
 import { PREFIX } from "../prefix";
@@ -113,13 +113,34 @@ export const pairs = (
 ): [string, string][] =>
   (values ?? []).map((one) => [one, words(one)]);
 
-function More({ children }: { children: ReactNode }) {
+function More() {
   const given = useSearch({ from: "/" });
+  const navigate = useNavigate({ from: "/" });
   const set = FOLDED.filter((name) => given[name]).length;
+  const [isOpen, setOpen] = useState(false);
+  // The values cost the server a look at every run, and few visits need them.
+  const values = useFilterValues(isOpen || set > 0).data;
   return (
-    <details className="more-filters" open={set > 0 || undefined}>
+    <details className="more-filters" open={set > 0 || undefined}
+      onToggle={(event) => setOpen(event.currentTarget.open)}>
       <summary>{set > 0 ? `Filters (${set})` : "Filters"}</summary>
-      <div className="toolbar">{children}</div>
+      <div className="toolbar">
+        <Choice name="user" label="User" values={pairs(values?.users)} />
+        <Choice name="cause" label="Last cause" values={pairs(values?.causes, plain)} />
+        <Choice name="partition" label="Partition" values={pairs(values?.partitions)} />
+        <Choice name="tag" label="Tag" values={pairs(values?.tags)} />
+        <Choice name="since" label="Submitted in" values={SINCE} />
+        <label>
+          <input
+            type="checkbox"
+            checked={Boolean(given.attention)}
+            onChange={(event) => void navigate({
+              search: (old) => ({ ...old, attention: event.target.checked || undefined }),
+            })}
+          />
+          Needs attention
+        </label>
+      </div>
     </details>
   );
 }
@@ -137,30 +158,11 @@ export function RunFilters({ where, order }: {
   where: ReturnType<typeof filterOf>;
   order: Sort;
 }) {
-  const { attention } = useSearch({ from: "/" });
-  const navigate = useNavigate({ from: "/" });
-  const values = useFilterValues().data;
   return (
     <div className="toolbar" role="search">
       <SearchBox />
       <Choice name="state" label="State" values={pairs(STATES)} />
-      <More>
-        <Choice name="user" label="User" values={pairs(values?.users)} />
-        <Choice name="cause" label="Last cause" values={pairs(values?.causes, plain)} />
-        <Choice name="partition" label="Partition" values={pairs(values?.partitions)} />
-        <Choice name="tag" label="Tag" values={pairs(values?.tags)} />
-        <Choice name="since" label="Submitted in" values={SINCE} />
-        <label>
-          <input
-            type="checkbox"
-            checked={Boolean(attention)}
-            onChange={(event) => void navigate({
-              search: (old) => ({ ...old, attention: event.target.checked || undefined }),
-            })}
-          />
-          Needs attention
-        </label>
-      </More>
+      <More />
       <SavedViews />
       <Download where={{ ...where, ...order }} />
     </div>

@@ -2,6 +2,7 @@
 import { useEffect, useRef } from "react";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
+import { STEP_INCREMENTS } from "../scales";
 import { colour, keepFitting } from "./chartOptions";
 
 type Line = (number | null)[];
@@ -23,11 +24,7 @@ export const lineName = (index: number): string => LINES[index % LINES.length] ?
 const clock = (at: number): string =>
   new Date(at * 1000).toLocaleTimeString(undefined, { hour: "2-digit", minute: "2-digit" });
 
-/** Ticks of counts are rounded, and a text that is repeated would be wrong. */
-const once = (texts: string[]): string[] =>
-  texts.map((text, index) => (text === texts[index - 1] ? "" : text));
-
-function options({ lines, format }: Props, element: HTMLElement): uPlot.Options {
+export function trackOptions({ lines, format }: Props, element: HTMLElement): uPlot.Options {
   const axis = {
     stroke: () => colour("muted"),
     grid: { stroke: () => colour("line"), width: 1 },
@@ -42,7 +39,9 @@ function options({ lines, format }: Props, element: HTMLElement): uPlot.Options 
     scales: { y: { range: (_, __, high) => [0, high > 0 ? high * 1.05 : 1] } },
     axes: [
       { ...axis, values: (_, ticks) => ticks.map(clock) },
-      { ...axis, size: LEFT_PX, values: (_, ticks) => once(ticks.map((tick) => format(tick))) },
+      { ...axis, size: LEFT_PX, 
+        // The values are shown as whole numbers, so ticks between them would have wrong texts.
+        incrs: STEP_INCREMENTS, values: (_, ticks) => ticks.map((tick) => format(tick)) },
     ],
     series: [
       {},
@@ -61,7 +60,8 @@ export function TrackChart(props: Props) {
   useEffect(() => {
     const element = place.current;
     if (!element) return undefined;
-    const plot = new uPlot(options({ x, lines, label, format }, element), [x, ...lines], element);
+    const given = trackOptions({ x, lines, label, format }, element);
+    const plot = new uPlot(given, [x, ...lines], element);
     return keepFitting(plot, element, HEIGHT);
   }, [x, lines, label, format]);
   const ends = lines.map((line) => format(line.findLast((value) => value !== null)));

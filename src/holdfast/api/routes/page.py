@@ -9,12 +9,15 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
+from holdfast.api.access import cookie_name
 from holdfast.api.problems import Refusal
 from holdfast.api.routes.session import begin_session, prefix_of
 from holdfast.api.schemas import TOKEN_CHARACTERS_MAX
 
 STATIC: Final = Path(__file__).resolve().parents[1] / "static"
 FOREVER: Final = "public, max-age=31536000, immutable"
+# What the list of runs asks first. The browser asks for it while it loads the scripts.
+FIRST_ROWS: Final = "/api/v1/runs?sort=live&limit=50"
 UNBUILT: Final = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Holdfast</title>
 <h1>Holdfast</h1>
@@ -36,7 +39,11 @@ def open_page(
 ) -> Response:
     """Serve the page. With `?token=`, log in first, then redirect to a URL without the token."""
     if token is None:
-        return show_page(request)
+        response = show_page(request)
+        if not request.query_params and cookie_name(request) in request.cookies:
+            address = prefix_of(request) + FIRST_ROWS
+            response.headers["Link"] = f"<{address}>; rel=preload; as=fetch; crossorigin"
+        return response
     home, headers = prefix_of(request) + "/", {"Cache-Control": "no-store"}
     response = RedirectResponse(home, 303, headers)
     try:

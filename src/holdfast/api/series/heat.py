@@ -32,8 +32,8 @@ SLOW_BUCKETS_MIN: Final = 3
 # Printable characters that JSON does not escape. The first one is "no value".
 ALPHABET: Final = " " + "".join(chr(c) for c in range(0x21, 0x7F) if chr(c) not in '"\\')
 LEVELS: Final = len(ALPHABET) - 1
-# Finer steps would only show noise, and would double the size of the answer.
-RATIO_MIN: Final = 1.05
+# Finer steps would only show noise, and would triple the size of the answer.
+RATIO_MIN: Final = 1.1
 # Values below this part of the largest one are equal for the eye.
 DYNAMIC: Final = 1e5
 
@@ -135,7 +135,10 @@ def encode(values: Grid) -> tuple[float, float, list[str]]:
         return 0.0, RATIO_MIN, _texts(level)
     highest = float(there.max())
     lowest = max(float(there.min()), highest / DYNAMIC)
-    ratio = max(RATIO_MIN, (highest / lowest) ** (1 / max(1, LEVELS - 1)))
+    ratio = max(RATIO_MIN, (highest / lowest) ** (1 / max(1, LEVELS - 2)))
+    # The usual value is the middle of a level. Otherwise, noise would change between two.
+    usual = max(float(np.median(there)), lowest)
+    lowest = usual / ratio ** round(math.log(usual / lowest, ratio))
     with np.errstate(invalid="ignore", divide="ignore"):
         level = 1 + np.round(np.log(np.maximum(values, lowest) / lowest) / math.log(ratio))
     return lowest, ratio, _texts(np.where(np.isnan(level), 0, level).clip(0, LEVELS))

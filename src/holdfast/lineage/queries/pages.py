@@ -8,13 +8,30 @@ database cannot be used.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
-from sqlalchemy import Connection, Double, Select, case, exists, func, or_, select, true
+from sqlalchemy import (
+    CompoundSelect,
+    Connection,
+    Double,
+    Integer,
+    Select,
+    Text,
+    bindparam,
+    case,
+    exists,
+    func,
+    literal,
+    or_,
+    select,
+    true,
+    union_all,
+)
 from typing_extensions import TypedDict
 
 from holdfast.contracts.disk.journal import Event, EventKind
@@ -207,7 +224,12 @@ RUN_ORDERS: dict[RunSort, RowOrder] = {
 }
 INDEXED: tuple[RunSort, ...] = ("created", "updated", "name")
 _CAUSE = _newest(ATTEMPTS, "cause", "number")
-_NEWEST = (
+# The columns of `views.run_row`. Of the spec, which may be large, two keys.
+_LISTED = (
+    *(RUNS.c[name] for name in views.RunRow.__annotations__ if name in RUNS.c),
+    RUNS.c.directory,
+    RUNS.c.spec["config"].label("config"),
+    partition_column().label("partition"),
     _CAUSE,
     _newest(ATTEMPTS, "job_id", "number"),
     _newest(METRIC_FILES, "spark", "attempt", "launch"),
@@ -271,7 +293,7 @@ def list_runs(
     Without `order`, the sort has its default direction in `RUN_ORDERS`.
     """
     with database.reading() as connection:
-        page = _page_of_runs(connection, where, sort, order, after, limit, _NEWEST)
+        page = _page_of_runs(connection, where, sort, order, after, limit, _LISTED)
     return page.map(views.run_row)
 
 
@@ -351,17 +373,59 @@ def newest_events(
     """
     where = EventFilter(kinds=tuple(str(kind) for kind in kinds), attempt=attempt)
     page = list_events(database, run, where, limit=NEWEST_EVENTS_MAX)
-    return [
-        Event(
-            writer=Path(row["journal"]).stem,
-            opening=row["opening"],
-            sequence=row["sequence"],
-            time=views.unix_time(row["time"]) or 0.0,
-            kind=EventKind(row["kind"]),
-            data=row["data"],
-        )
-        for row in reversed(page.items)
+    return [_event(row, views.unix_time(row["time"]) or 0.0) for row in reversed(page.items)]
+
+
+def newest_lines(
+    database: Database, run_uid: str, groups: Sequence[tuple[str, ...]], limit: int
+) -> list[list[Row]]:
+    """Return the newest `limit` journal lines of each group of kinds, oldest first.
+
+    One statement reads all groups. The caller knows that this account may read the run.
+    """
+    found: list[list[Row]] = [[] for _ in groups]
+    with database.reading() as connection:
+        given = {"run_uid": run_uid, "most": limit}
+        for row in connection.execute(_newest_lines(tuple(groups)), given).mappings():
+            found[row["which"]].append(dict(row))
+    for lines in found:
+        lines.sort(key=lambda row: tuple(row[column.name] for column in _LINES))
+    return found
+
+
+def newest_of_each(
+    database: Database, run_uid: str, groups: Sequence[Sequence[EventKind]]
+) -> list[list[Event]]:
+    """Return `newest_lines` of each group as events, at most `NEWEST_EVENTS_MAX` of a group."""
+    kinds = [tuple(str(kind) for kind in group) for group in groups]
+    found = newest_lines(database, run_uid, kinds, NEWEST_EVENTS_MAX)
+    return [[_event(row, row["time"]) for row in lines] for lines in found]
+
+
+def _event(row: Mapping[str, Any], time: float) -> Event:
+    return Event(
+        writer=Path(row["journal"]).stem,
+        opening=row["opening"],
+        sequence=row["sequence"],
+        time=time,
+        kind=EventKind(row["kind"]),
+        data=row["data"],
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _newest_lines(groups: tuple[tuple[str, ...], ...]) -> CompoundSelect[Any]:
+    run, most = bindparam("run_uid", type_=Text()), bindparam("most", type_=Integer())
+    order = [column.desc() for column in _LINES]
+    parts = [
+        select(literal(which).label("which"), EVENTS)
+        .where(EVENTS.c.run_uid == run, EVENTS.c.kind.in_(kinds))
+        .order_by(*order)
+        .limit(most)
+        .subquery()
+        for which, kinds in enumerate(groups)
     ]
+    return union_all(*(select(part) for part in parts))
 
 
 def list_storage(
@@ -375,7 +439,7 @@ def list_storage(
 ) -> RowPage[views.StorageRow]:
     """Return one page of runs with their storage, and what the next prune would delete."""
     with database.reading() as connection:
-        page = _page_of_runs(connection, where, sort, order, after, limit)
+        page = _page_of_runs(connection, where, sort, order, after, limit, tuple(RUNS.c))
         rows = [_storage(connection, run) for run in page.items]
     return RowPage(rows, page.next)
 
@@ -387,14 +451,23 @@ def _page_of_runs(
     order: SortOrder | None,
     after: str | None,
     limit: int | None,
-    added: Sequence[Any] = (),
+    shown: Sequence[Any],
 ) -> RowPage[Row]:
+    """Return one page of runs with the columns `shown`, among them the uid."""
     usual = RUN_ORDERS[sort]
     descending = usual.descending if order is None else order == "desc"
     chosen = _by(sort, usual.columns, descending)
-    query = wanted_runs(connection, select(RUNS, *added), where or RunFilter())
-    query = query.add_columns(*(one for one in usual.columns if one.name == "sort_key"))
-    return fetch_page(connection, query, chosen, after, limit)
+    if limit is None:
+        query = wanted_runs(connection, select(*shown), where or RunFilter())
+        query = query.add_columns(*(one for one in usual.columns if one.name == "sort_key"))
+        return fetch_page(connection, query, chosen, after, limit)
+    # Sorted by narrow rows, often of an index: specs and subqueries are read for this page only.
+    keys = wanted_runs(connection, select(*usual.columns), where or RunFilter())
+    page = fetch_page(connection, keys, chosen, after, limit)
+    uids = [one["uid"] for one in page.items]
+    rows = rows_of(connection, select(*shown).where(RUNS.c.uid.in_(uids)))
+    found = {one["uid"]: one for one in rows}
+    return RowPage([found[uid] for uid in uids if uid in found], page.next)
 
 
 def _by(name: str, columns: tuple[Any, ...], descending: bool) -> RowOrder:

@@ -59,6 +59,7 @@ _DRAWN: Final = (
 __all__ = (
     "RunRef",
     "ancestry",
+    "checkpoint_sections",
     "count_runs",
     "find_checkpoint",
     "find_run",
@@ -80,6 +81,13 @@ def read_spec(database: Database, run: str) -> Mapping[str, Any]:
     with database.reading() as connection:
         spec: Mapping[str, Any] = run_row(connection, run)["spec"]
     return spec
+
+
+def checkpoint_sections(database: Database, uids: Sequence[str]) -> dict[str, Any]:
+    """Return the `checkpoint` section of the runs' specs by uid; None where a spec has none."""
+    query = select(RUNS.c.uid, RUNS.c.spec["checkpoint"]).where(RUNS.c.uid.in_(uids))
+    with database.reading() as connection:
+        return dict(connection.execute(query).tuples().all())
 
 
 def show_run(database: Database, run: str, *, now: float | None = None) -> views.RunView:

@@ -327,16 +327,10 @@ def _hour_of(hours: int) -> str:
 
 def run_row(row: Row) -> RunRow:
     """Return a row of the list of runs; see `pages.list_runs` for its columns."""
-    own = {"path": row["directory"], "steps_total": steps_total(row["spec"].get("config") or {})}
-    own["partition"] = partition_of(row["spec"])
+    config = row["config"] if isinstance(row["config"], dict) else {}
+    own = {"path": row["directory"], "steps_total": steps_total(config)}
+    own["partition"] = row["partition"] or None
     return cast(RunRow, _view(RunRow, row, **own, spark=row["spark"] or []))
-
-
-def partition_of(spec: Mapping[str, Any]) -> str | None:
-    """Return the Slurm partition that a recorded spec asks for first, or None."""
-    resources = spec.get("resources")
-    found = resources.get("partition") if isinstance(resources, dict) else None
-    return found if isinstance(found, str) and found else None
 
 
 def storage_row(run: Row, prunable: Sequence[Row]) -> StorageRow:

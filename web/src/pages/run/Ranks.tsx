@@ -1,7 +1,8 @@
 // The ranks of a run: step, phase, last activity, and their nodes' heartbeats.
 import { useParams } from "@tanstack/react-router";
 import { useHeartbeats, useRun } from "../../api/queries";
-import type { NodeBeat, RankRow } from "../../api/types";
+import { useGpus, useHeatMap } from "../../api/series";
+import type { NodeBeat, RankRow, Run } from "../../api/types";
 import { bytes, count, span } from "../../format";
 import { Empty, Loaded, State, Time } from "../../parts/basics";
 import { isLive, plain } from "../../states";
@@ -67,7 +68,35 @@ function Node({ node, live }: { node: NodeBeat; live: boolean }) {
   );
 }
 
+/** The views of a run of which something is recorded, or one text if there is nothing. */
 export function Ranks() {
+  const { run: name } = useParams({ from: "/runs/$run" });
+  const run = useRun(name).data;
+  if (!run) return <RecordedRanks />;
+  return run.attempts.length === 0 ? <Nothing /> : <RanksOf name={name} run={run} />;
+}
+
+function RanksOf({ name, run }: { name: string; run: Run }) {
+  const live = isLive(run.state);
+  // The same requests as those of the views.
+  const map = useHeatMap(name, { value: "step" }, live).data;
+  const gpus = useGpus(name, {}, live).data;
+  const beats = useHeartbeats(name, live).data;
+  const problems = [...map?.problems ?? [], ...gpus?.problems ?? []];
+  const isEmpty = run.attempts.length === 1 && problems.length === 0 &&
+    map?.rows.length === 0 && gpus?.nodes.length === 0 && beats?.nodes.length === 0;
+  return isEmpty ? <Nothing /> : <RecordedRanks />;
+}
+
+function Nothing() {
+  return (
+    <Empty title="Nothing is recorded of the ranks yet">
+      <p>The agent of each node records steps, heartbeats and GPUs every few seconds.</p>
+    </Empty>
+  );
+}
+
+function RecordedRanks() {
   return (
     <>
       <RanksOverTime />
