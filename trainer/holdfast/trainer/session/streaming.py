@@ -94,6 +94,7 @@ class StreamMethods:
         `SessionError` after the first step, and `CheckpointError` if the checkpoint's stream had
         other shards, seed or buffer.
         """
+        self._require_before_steps()
         position = self._position
         options = StreamOptions(
             batch=_batch(batch_size, global_batch, position.world_size),
@@ -110,15 +111,17 @@ class StreamMethods:
         )
         if not isinstance(name, str):
             raise TypeError(f"name={name!r}: expected text")
-        if position.has_begun:
-            raise SessionError(
-                f"stream(): step {self.step} is complete; make streams before the loop begins, so "
-                "that each checkpoint has their position"
-            )
         made = self._make(source, options)
         self._report(made.note)
         self._report(_continued(self._state.streams, name, made))
         return made
+
+    def _require_before_steps(self) -> None:
+        if self._position.has_begun:
+            raise SessionError(
+                f"stream(): step {self.step} is complete; make streams before the loop begins, so "
+                "that each checkpoint has their position"
+            )
 
     def _report(self, text: str) -> None:
         if text and self._ranks.rank == 0:
