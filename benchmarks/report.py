@@ -61,7 +61,8 @@ rank counts.
 - *copy beside a step*: two steps with a copy each, twice as long as a memcpy. One waits, as for an
   accelerator; *blocked* is the time of the save and of the wait before the update. In the other,
   each rank computes with its threads, and then until the checkpoint is written. With
-  `checkpoint.write_limit`, that is at a quarter of the speed before. torch_checkpointing
+  `checkpoint.write_limit`, that is at a quarter of the speed before. Three saves come first and
+  do not count: those in a slot's new pages hold training twice as long. torch_checkpointing
   gets the same steps. Its class for resharding needs CUDA, so it saves without; its direct writes
   fail on ext4, so they are off; it does not call `fsync`.
 - *staging*: in each pair a raw write, and for each mode a session of its own with three saves. The

@@ -36,6 +36,8 @@ LOOK_S: Final = 0.02
 # The limited session writes at this share of the speed of the last write without a limit.
 LIMITED_SHARE: Final = 0.25
 LIMITED_PAIRS: Final = 3
+# The saves before the first pair, after the first one of a launch: one for each slot.
+WARM_UP_SAVES: Final = 2
 FOLDER: Final = Path(__file__).resolve().parents[4] / ".setup" / "bench-peers"
 # It starts a process that imports torch.
 START_S: Final = 120
@@ -197,6 +199,12 @@ class Overlap:
         self._ours.try_out()
         self._trained.update()
         self._peer = self._open_peer()
+        for way, _ in self._ways():
+            for _ in range(WARM_UP_SAVES):
+                self._prepare(way)
+                way.begin()
+                way.wait_for_copy()
+                way.end()
 
     def run(self) -> None:
         """Measure the requested number of pairs, in an order that changes from pair to pair."""
