@@ -464,3 +464,25 @@ def test_states_of_workers_are_those_of_the_batches_that_were_given(steps: int) 
     again = loader()
     load(make(model, extra={"loader": again})[0], saved)
     assert given + list(again) == whole
+
+
+class Mixed:
+    """Saves its loaders, as a program that mixes several data sets does."""
+
+    def __init__(self, *loaders: Any) -> None:
+        self.loaders = {"parts": list(loaders)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [loader.state_dict() for loader in self.loaders["parts"]]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for loader, part in zip(self.loaders["parts"], state["parts"], strict=True):
+            loader.load_state_dict(part)
+
+
+def test_a_loader_inside_an_object_of_the_state_counts_as_saved() -> None:
+    given, inside, other = (StatefulDataLoader(range(4)) for _ in range(3))
+    state, _ = make(nn.Linear(2, 2), extra={"loader": given, "mixed": Mixed(inside)})
+    assert state.saves(given)
+    assert state.saves(inside)
+    assert not state.saves(other)

@@ -35,6 +35,8 @@ PER_RANK: Final = "per_rank"
 STREAM: Final = "stream"
 ROW_BYTES_MIN: Final = 4096
 _LENGTH_BYTES: Final = 8
+# A loader may lie anywhere in an object that saves it. More parts than these are data.
+PARTS_MAX: Final = 10_000
 # The state of these classes is one rank's share of the data, so it is invalid at other world sizes.
 _OF_ONE_RANK: Final = "torchdata."
 # Samplers of torch and torchdata that draw an order when their iteration begins. That of torchdata
@@ -145,12 +147,8 @@ class Objects:
         return iter((*self._shared, *self._alone, *self._saved_rows))
 
     def saves(self, item: object) -> bool:
-        """Return whether `item` is one of the objects, or an attribute of one."""
-        objects = (*self._shared.values(), *self._alone.values())
-        return any(
-            item is each or any(item is part for part in getattr(each, "__dict__", {}).values())
-            for each in objects
-        )
+        """Return whether `item` is one of the objects, or a part of one, such as an attribute."""
+        return _holds((*self._shared.values(), *self._alone.values()), item)
 
     def add_rows(self, name: str, item: ElasticRows) -> SavedRows | None:
         """Save `item` from now on. Return what the checkpoint has of it, or None.
@@ -432,6 +430,22 @@ def _stateful(name: str, item: Any) -> Stateful:
     if isinstance(item, Sampler | DistributedSampler | DataLoader):
         instead = f"its position in the data would be lost. {_ELASTIC}"
     raise CheckpointError(f"extra {name!r}: a {kind} has no state to save; {instead}")
+
+
+def _holds(owners: Sequence[Any], item: object) -> bool:
+    """Look for `item` among the owners and their parts, the nearest first."""
+    found, seen = list(owners), set(map(id, owners))
+    for owner in found:
+        if owner is item:
+            return True
+        parts = owner if isinstance(owner, list | tuple | dict) else getattr(owner, "__dict__", {})
+        for part in parts.values() if isinstance(parts, dict) else parts:
+            if len(found) >= PARTS_MAX:
+                break
+            if id(part) not in seen:
+                seen.add(id(part))
+                found.append(part)
+    return False
 
 
 class _CopiedState:
