@@ -120,7 +120,7 @@ COMMANDS: Final = {
     "deploy": ("deploy", "Create or update Prefect's deployments and their work pool."),
     "bench": (
         "bench",
-        "Compare saves and loads with this machine's limits. It takes about ten minutes.",
+        "Compare saves and loads with this machine's limits. It takes about twelve minutes.",
     ),
     "drill": (
         "drill",
