@@ -1,6 +1,9 @@
 """Speed of the web page: first view, size, live updates, and a graph of ten thousand checkpoints.
 
-    PYTHONPATH=. .venv/bin/python benchmarks/page.py [--checkpoints 10000]
+    PYTHONPATH=. .venv/bin/python benchmarks/page.py [--checkpoints 10000] [--runs 10000]
+
+The first view and the navigation are also measured with an index of `--runs` runs, of which one in
+twenty is live. They have no folders on disk.
 
 It uses a real server and a headless Chromium. Run it on a quiet machine. The times are those of
 this machine, and include drawing without a GPU.
@@ -17,14 +20,19 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.lineage_fill import fill
 from playwright.sync_api import Browser, Page
 from tests.support.runs import RunFolder
 from tests.web import testbed
 from tests.web.sample_runs import write_sample_runs
 
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.lineage.database.schema_changes import upgrade
+from holdfast.lineage.database.transactions import open_database
 
 ROUNDS: Final = 5
+STEPS: Final = 20
+ROWS: Final = 10
 PAN_S: Final = 5.0
 PANS: Final = 60
 DEEP: Final = "deep"
@@ -40,7 +48,9 @@ def main() -> None:
     """Print the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoints", type=int, default=10_000)
-    count = parser.parse_args().checkpoints
+    parser.add_argument("--runs", type=int, default=10_000)
+    given = parser.parse_args()
+    count = given.checkpoints
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         write_sample_runs(home / "runs", time.time())
@@ -54,6 +64,17 @@ def main() -> None:
                 "first_view_s": first_view(browser, site),
                 "graph": graph(browser, site, count),
                 "news_s": news(browser, site, live),
+            }
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"sqlite:///{folder}/holdfast.db"
+        upgrade(url)
+        with open_database(url) as database:
+            fill(database, given.runs, 20 * given.runs)
+        with testbed.serving(Path(folder)) as site, testbed.chromium() as browser:
+            figures["many_runs"] = {
+                "runs": given.runs,
+                "first_view_s": first_view(browser, site),
+                "navigation_s": navigation(browser, site),
             }
     print(json.dumps(figures, indent=1))
 
@@ -93,6 +114,27 @@ def first_view(browser: Browser, site: testbed.Site) -> float:
             page.get_by_role("table").wait_for()
             found.append(time.monotonic() - began)
     return statistics.median(found)
+
+
+def navigation(browser: Browser, site: testbed.Site) -> dict[str, float]:
+    """Return the seconds from a click on a run to its page, and back to the list: p50 and p95."""
+    found = []
+    with testbed.page_of(browser, site) as (page, _):
+        page.goto("/")
+        for turn in range(STEPS):
+            link = page.get_by_role("table").get_by_role("link").nth(turn % ROWS)
+            name = link.inner_text()
+            row = page.get_by_role("table").get_by_role("link", name=name, exact=True)
+            for act, seen in (
+                (link.click, page.get_by_role("heading", name=name)),
+                (page.go_back, row),
+            ):
+                began = time.monotonic()
+                act()
+                seen.wait_for()
+                found.append(time.monotonic() - began)
+    cuts = statistics.quantiles(found, n=20)
+    return {"p50": statistics.median(found), "p95": cuts[-1]}
 
 
 def graph(browser: Browser, site: testbed.Site, count: int) -> dict[str, Any]:
