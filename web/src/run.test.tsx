@@ -141,7 +141,7 @@ describe("the warnings of a run", () => {
     expect((await screen.findAllByText("unprotected")).length).toBe(1);
     expect(screen.getAllByText("no spare node left").length).toBe(1);
     const shown = screen.getAllByText(/What helps: end/).map((one) => one.textContent);
-    expect(shown.map((text) => text?.split(" since")[0])).toEqual([
+    expect(shown.map((text) => text?.slice(0, text.lastIndexOf(".") + 1))).toEqual([
       "n1: no memory. What helps: end copies.", "n2: no memory. What helps: end copies.",
       "all used. What helps: end spares."]);
   });

@@ -56,7 +56,7 @@ function Notices({ run }: { run: Run }) {
       {run.unprotected.map((one) => (
         <p className="problem" key={one.text}>
           {one.text}. What helps: {one.action}.{" "}
-          <span className="muted">since <Time at={isoOf(one.at)} /></span>
+          <span className="muted"><Time at={isoOf(one.at)} /></span>
         </p>
       ))}
       {now.map((one) => <Notice key={`${one.at}${one.text}`} notice={one} tone="problem" />)}
