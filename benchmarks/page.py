@@ -31,6 +31,8 @@ from holdfast.lineage.database.schema_changes import upgrade
 from holdfast.lineage.database.transactions import open_database
 
 ROUNDS: Final = 5
+# Longer than a frame takes.
+FRAME_MS: Final = 300.0
 STEPS: Final = 20
 ROWS: Final = 10
 PAN_S: Final = 5.0
@@ -42,6 +44,16 @@ COUNT_FRAMES: Final = """() => {
     const note = (now) => { window.frames_.push(now); requestAnimationFrame(note); };
     requestAnimationFrame(note);
 }"""
+
+# Notes the milliseconds from the navigation to the first frame with a row.
+NOTE_FIRST_ROW: Final = """
+    const watch = new MutationObserver(() => {
+        if (!document.querySelector("tbody tr")) return;
+        watch.disconnect();
+        requestAnimationFrame(() => setTimeout(() => window.firstRow_ = performance.now()));
+    });
+    watch.observe(document, { subtree: true, childList: true });
+"""
 
 
 def main() -> None:
@@ -105,14 +117,18 @@ def script_bytes(browser: Browser, site: testbed.Site) -> int:
 
 
 def first_view(browser: Browser, site: testbed.Site) -> float:
-    """Return the median seconds from an empty cache to a table of runs."""
+    """Return the median seconds from an empty cache until the first row of runs is drawn.
+
+    By the clock of the page, because the driver of the browser looks only now and then.
+    """
     found = []
     for _ in range(ROUNDS):
         with testbed.page_of(browser, site) as (page, _console_errors):
-            began = time.monotonic()
+            page.add_init_script(NOTE_FIRST_ROW)
             page.goto("/")
-            page.get_by_role("table").wait_for()
-            found.append(time.monotonic() - began)
+            page.locator("tbody tr").first.wait_for()
+            page.wait_for_timeout(FRAME_MS)
+            found.append(page.evaluate("window.firstRow_") / 1000)
     return statistics.median(found)
 
 
