@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -18,21 +17,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import torch
-
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.environment import CHECKPOINT_WRITE_LIMIT
 from holdfast_bench.limits.commits import newest_durable, wait_until_durable
 from holdfast_bench.limits.figures import LIMITED, PEER
 from holdfast_bench.limits.files import ready_pages, remove
+from holdfast_bench.limits.products import Products
 from holdfast_bench.limits.ranks import Image, Memcpy, Program, Trained, balanced_order
 from holdfast_bench.limits.saves import Saver
 
 STEP_COPIES: Final = 2.0
-MATRIX_WIDTH: Final = 256
 CALIBRATION_S: Final = 0.2
-# The time of the products between two looks whether the checkpoint is written.
-LOOK_S: Final = 0.02
+# The shortest time of a write that counts.
+WRITE_S_MIN: Final = 0.02
 # The limited session writes at this share of the speed of the last write without a limit.
 LIMITED_SHARE: Final = 0.25
 LIMITED_PAIRS: Final = 3
@@ -176,7 +173,7 @@ class Ours:
     def write_speed(self) -> float:
         """The bytes per second at which the newest checkpoint was written."""
         manifest = read_manifest(self._saver.run.latest.resolve())
-        speed = 0.0 if manifest is None else manifest.bytes / max(manifest.flush_s, LOOK_S)
+        speed = 0.0 if manifest is None else manifest.bytes / max(manifest.flush_s, WRITE_S_MIN)
         return self._program.slowest(speed)
 
     def close(self) -> None:
@@ -192,8 +189,8 @@ class Overlap:
         tensors = self._trained.tensors()
         self._bytes = sum(tensor.nbytes for tensor in tensors)
         self._image = Image(tensors, self._bytes)
-        self._matrix = torch.randn(MATRIX_WIDTH, MATRIX_WIDTH, device="cpu") / MATRIX_WIDTH
-        self._product_s = self._calibrate()
+        self._products = Products(program)
+        self._product_s = self._products.seconds_for(CALIBRATION_S)
         self._ours = Ours(program, self._trained)
         # The update after it shows that the copies of others may continue.
         self._ours.try_out()
@@ -284,19 +281,17 @@ class Overlap:
         memcpy = Memcpy(self._program, self._image)
         memcpy.measure()
         count = max(1, round(STEP_COPIES * memcpy.seconds / self._product_s))
-        before = self._program.measure(lambda: self._multiply(count))
+        before = self._program.measure(lambda: self._products.multiply(count))
         self._prepare(way)
         way.begin()
-        during = self._program.measure(lambda: self._multiply(count))
+        during = self._program.measure(lambda: self._products.multiply(count))
         way.wait_for_copy()
-        each_s = self._multiply_until(lambda: way.is_written)
+        each_s = self._products.seconds_until(lambda: way.is_written)
         way.end()
-        after = self._program.measure(lambda: self._multiply(count))
+        after = self._program.measure(lambda: self._products.multiply(count))
         alone = (before + after) / 2
         self._note(prefix, step_alone=alone, step_during_copy=during)
-        self._note(
-            prefix, product_alone=alone / count, product_during_write=self._program.slowest(each_s)
-        )
+        self._note(prefix, product_alone=alone / count, product_during_write=each_s)
 
     def _prepare(self, way: Overlapped) -> None:
         """Change the state, and let all ranks begin the save together."""
@@ -308,27 +303,6 @@ class Overlap:
 
     def _note(self, prefix: str, **found: float) -> None:
         self._program.note(**{f"{prefix}{name}": value for name, value in found.items()})
-
-    def _calibrate(self) -> float:
-        """Return the median seconds of one product on the slowest rank."""
-        spent: list[float] = []
-        while sum(spent) < CALIBRATION_S:
-            spent.append(timed(partial(self._multiply, 1))[0])
-        return self._program.slowest(statistics.median(spent))
-
-    def _multiply(self, count: int) -> None:
-        product = self._matrix
-        for _ in range(count):
-            product = self._matrix @ product
-
-    def _multiply_until(self, is_over: Callable[[], bool]) -> float:
-        """Multiply until it is over. Return the seconds of a product."""
-        count, done = max(1, round(LOOK_S / self._product_s)), 0
-        began = time.perf_counter()
-        while not done or not is_over():
-            self._multiply(count)
-            done += count
-        return (time.perf_counter() - began) / done
 
 
 def timed(act: Callable[[], Any]) -> tuple[float, float]:
