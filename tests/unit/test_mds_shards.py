@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.test_streams import alone, flat, read
+from tests.unit.test_streams import alone, check_resumes, flat, read
 from torch.utils.data import DataLoader
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer import Session
-from holdfast.trainer.state import plain
 from holdfast.trainer.streams import MdsShards
 from holdfast.trainer.streams.convert import as_source
 
@@ -82,13 +81,7 @@ def test_a_stream_of_them_continues_at_any_step_and_any_size(folder: Path) -> No
 
     whole = list(loader())
     assert flat([whole]) == list(range(SAMPLES))
-    for steps in range(1, len(whole)):
-        begun = loader()
-        given = [batch for _, batch in zip(range(steps), begun, strict=False)]
-        resumed = loader()
-        row = plain.from_bytes(plain.to_bytes(begun.state_dict(), "row"))
-        assert resumed.resume(begun.facts(), [row]) == ""
-        assert given + list(resumed) == whole
+    check_resumes(loader, whole)
     keyed: Any = {"transform": lambda sample: sample["a"], "batch": 1}
     two, saved = read(MdsShards(folder), 2, steps=1, **keyed)
     one, again = read(MdsShards(folder), 1, saved=saved, steps=2, **keyed)
@@ -169,13 +162,7 @@ def test_a_stream_of_compressed_shards_continues_at_any_step(packed: Path, worke
     whole = list(loader())
     everything = sorted(10 * kind + n for kind in range(len(KINDS)) for n in range(4))
     assert flat([whole]) == everything
-    for steps in range(1, len(whole), 1 + 2 * bool(workers)):
-        begun = loader()
-        given = [batch for _, batch in zip(range(steps), begun, strict=False)]
-        resumed = loader()
-        row = plain.from_bytes(plain.to_bytes(begun.state_dict(), "row"))
-        assert resumed.resume(begun.facts(), [row]) == ""
-        assert given + list(resumed) == whole
+    check_resumes(loader, whole, every=1 + 2 * bool(workers))
     keyed: Any = {"transform": key_of, "batch": 1}
     two, saved = read(MdsShards(packed), 2, steps=3, **keyed)
     three, _ = read(MdsShards(packed), 3, saved=saved, **keyed)

@@ -106,6 +106,17 @@ def alone(source: Source, **more: Any) -> StreamLoader:
     return StreamLoader(source, options_of(**more), part=0, parts=1, ranks=Alone(), place=place)
 
 
+def check_resumes(loader: Callable[[], StreamLoader], whole: list[Any], every: int = 1) -> None:
+    """Stop a loader after each step, or some, and check that a new one gives the rest."""
+    for steps in range(1, len(whole), every):
+        begun = loader()
+        given = [batch for _, batch in zip(range(steps), begun, strict=False)]
+        resumed = loader()
+        row = plain.from_bytes(plain.to_bytes(begun.state_dict(), "row"))
+        assert resumed.resume(begun.facts(), [row]) == ""
+        assert given + list(resumed) == whole
+
+
 def read(
     source: Source,
     ranks: int,

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.test_streams import alone
+from tests.unit.test_streams import alone, check_resumes
 
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.state import plain
 from holdfast.trainer.streams import TarShards
 
 LONG = "folder/" * 30
@@ -90,13 +89,7 @@ def test_a_stream_of_tars_continues_at_any_step(tmp_path: Path) -> None:
 
     whole = list(loader())
     assert len({key for batch in whole for key, _ in batch}) == 39
-    for steps in range(1, len(whole)):
-        begun = loader()
-        given = [batch for _, batch in zip(range(steps), begun, strict=False)]
-        resumed = loader()
-        row = plain.from_bytes(plain.to_bytes(begun.state_dict(), "row"))
-        assert resumed.resume(begun.facts(), [row]) == ""
-        assert given + list(resumed) == whole
+    check_resumes(loader, whole)
 
 
 def test_a_damaged_tar_is_refused_and_not_taken_for_a_short_one(tmp_path: Path) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import webdataset as wds
-from tests.unit.test_streams import alone, flat
+from tests.unit.test_streams import alone, check_resumes, flat
 from webdataset import filters, shardlists
 
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.state import plain
 from holdfast.trainer.streams.convert import as_source
 
 SIZES = (9, 14, 5, 11)
@@ -97,13 +96,7 @@ def test_a_pipeline_continues_at_any_step_to_the_bit(urls: str, kind: str) -> No
 
     whole = list(loader())
     assert len({noise for batch in whole for _, noise in batch}) == len(list(pipeline()))
-    for steps in range(1, len(whole)):
-        begun = loader()
-        given = [batch for _, batch in zip(range(steps), begun, strict=False)]
-        resumed = loader()
-        row = plain.from_bytes(plain.to_bytes(begun.state_dict(), "row"))
-        assert resumed.resume(begun.facts(), [row]) == ""
-        assert given + list(resumed) == whole
+    check_resumes(loader, whole)
 
 
 def test_shuffles_are_those_of_the_stream(urls: str) -> None:
