@@ -62,8 +62,8 @@ rank counts.
   accelerator; *blocked* is the time of the save and of the wait before the update. In the other,
   each rank computes with its threads, and then until the checkpoint is written. With
   `checkpoint.write_limit`, that is at a quarter of the speed before. Three saves come first and
-  do not count: those in a slot's new pages hold training twice as long. torch_checkpointing
-  gets the same steps. Its class for resharding needs CUDA, so it saves without; its direct writes
+  do not count, because the first copy into a slot touches new pages. torch_checkpointing gets
+  the same steps. Its class for resharding needs CUDA, so it saves without; its direct writes
   fail on ext4, so they are off; it does not call `fsync`.
 - *staging*: in each pair a raw write, and for each mode a session of its own with three saves. The
   second is timed. During the third, each rank computes. The images of `disk` are on the same disk.

@@ -129,7 +129,7 @@ def test_an_unprotected_launch_is_reported_until_it_is_protected_or_ends() -> No
     assert one["text"] == "n1: 1 MiB of memory are free"
     assert one["action"].startswith("give the job more memory per node")
     assert (other["kind"], other["text"]) == ("spares_used", "no spare is left")
-    assert other["action"].startswith("Relaunch at a convenient time gets spare nodes again")
+    assert other["action"].startswith("Relaunch the run at a convenient time to get spare nodes")
     again = event(4, EventKind.PROTECTION, **facts_of, unprotected="")
     assert kinds(began, lacks, used, again) == ["spares_used"]
     assert kinds(began, lacks, used, crash(1, 9)) == []

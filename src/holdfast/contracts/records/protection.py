@@ -19,8 +19,8 @@ LAUNCHES: Final = (EventKind.LAUNCH_STARTED, EventKind.LAUNCH_ENDED)
 NO_OTHER_NODE: Final = "there is no other node to copy snapshots to"
 SHORT_STEPS: Final = "the steps are too short for the nodes to copy the same one"
 SLOW_COPIES: Final = (
-    "the nodes copy no snapshot in the time of two checkpoints, so the network is slower than the "
-    "snapshots, or none are taken"
+    "no snapshot was copied while two checkpoints were written: the network is too slow, or no "
+    "snapshots are taken"
 )
 # What helps, by the problem. The first match counts.
 _ADVICE: Final = tuple(
@@ -34,8 +34,8 @@ _ADVICE: Final = tuple(
 )
 _ADVICE_COPIES: Final = "check the network between the nodes, and the log of the node's flusher"
 _ADVICE_SPARES: Final = (
-    "Relaunch at a convenient time gets spare nodes again. Otherwise the next lost node costs a "
-    "relaunch, or an elastic run its GPUs"
+    "Relaunch the run at a convenient time to get spare nodes again. Until then, a lost node costs "
+    "a relaunch, or an elastic run some of its GPUs"
 )
 
 
