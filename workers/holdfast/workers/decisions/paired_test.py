@@ -45,10 +45,14 @@ class PairedResults:
 
 @dataclass(frozen=True, kw_only=True)
 class PairedVerdict:
-    """The nodes that the test proved slow, with the proofs, and the pairs whose link is slow."""
+    """The nodes that the test proved slow, with the proofs, and the pairs whose link is slow.
+
+    `working` are those of the nodes whose own work is slow, and not only their links.
+    """
 
     nodes: Mapping[int, str]
     pairs: Mapping[tuple[int, int], str]
+    working: frozenset[int] = frozenset()
 
 
 def judge(results: PairedResults) -> PairedVerdict:
@@ -56,6 +60,7 @@ def judge(results: PairedResults) -> PairedVerdict:
     nodes: dict[int, str] = {}
     _find_slow_work(nodes, results.host_times, "Python")
     _find_slow_work(nodes, results.device_times, "its device")
+    working = frozenset(nodes)
     linked, pairs = _find_slow_links(results.pair_rates)
     for node, proof in linked.items():
         nodes[node] = f"{nodes[node]}, and {proof}" if node in nodes else proof
@@ -63,6 +68,7 @@ def judge(results: PairedResults) -> PairedVerdict:
     return PairedVerdict(
         nodes=nodes if _are_few(len(nodes), count) else {},
         pairs=pairs if _are_few(len(pairs), count) else {},
+        working=working,
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.disk.journal_follow import KEPT
 from holdfast.contracts.errors import HoldfastError
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.watch.slowdowns import SlowNode, drain_hint
+from holdfast.workers.agent.watch.slowdowns import SlowNode, describe, drain_hint
 from holdfast.workers.agent.watch.step_times import LongSteps, describe_steps
 from holdfast.workers.decisions.paired_test import PairedResults, PairedVerdict, judge
 
@@ -53,13 +54,15 @@ class PairedTests:
         self._launch = self._known = self._tries = 0
         # `is_open`: a line about a link has to be followed by one about its end.
         self._has_pair = self._is_open = False
+        # Nodes that only a test named: a line about each has to be followed by one about its end.
+        self._found: dict[str, SlowNode] = {}
         self._asked_at: float | None = None
         self._due_at = self._read_at = 0.0
 
     def begin(self, launch: int) -> None:
         """Forget the tests of the last launch, because a new one starts."""
         self._launch, self._known, self._tries = launch, 0, 0
-        self._proved, self._has_pair, self._is_open = {}, False, False
+        self._proved, self._found, self._has_pair, self._is_open = {}, {}, False, False
         self._asked_at, self._due_at = None, 0.0
 
     @property
@@ -127,10 +130,16 @@ class PairedTests:
             host = hosts[node]
             if host in self._watch.slow:
                 self._proved[host] = node
-                self._note_node(host, f"{begins} confirms that {host} is slow: {proof}")
+                slow, text = self._watch.slow[host][0], f"{begins} confirms that {host} is slow"
+                self._note_node(host, slow, f"{text}: {proof}")
             elif steps is not None:
                 self._proved[host] = node
-                self._note_link([host], steps[0], f"{begins} finds that {host} is slow: {proof}")
+                text = f"{begins} finds that {host} is slow: {proof}"
+                if node in verdict.working:
+                    self._found[host] = slow = self._slow_node(node, steps[0])
+                    self._note_node(host, slow, text, asks=self._policy == "ask")
+                else:
+                    self._note_link([host], steps[0], text)
         for (one, other), proof in verdict.pairs.items():
             if steps is None:
                 continue
@@ -145,17 +154,16 @@ class PairedTests:
             why = "the work, the data or the storage may be"
             self._append(EventKind.NOTE, text=f"{begins} does not confirm {whom}; {why} the reason")
 
-    def _note_node(self, host: str, text: str) -> None:
-        slow = self._watch.slow[host][0]
+    def _note_node(self, host: str, slow: SlowNode, text: str, *, asks: bool = False) -> None:
         self._append(
             EventKind.NODE_SLOW,
             host=host,
             ranks=list(slow.ranks),
-            slow=True,
+            slow=slow.is_slow,
             excess=round(slow.excess, 3),
             cost_share=round(slow.cost, 3),
-            asks=False,
-            text=text,
+            asks=asks,
+            text=text + drain_hint(host) if asks else text,
         )
 
     def _note_link(self, hosts: Sequence[str], steps: LongSteps, text: str) -> None:
@@ -173,7 +181,11 @@ class PairedTests:
         )
 
     def _close(self) -> None:
-        """Journal the end of a slow link that the watch had not named."""
+        """Journal the end of a slow node or link that the watch had not named."""
+        for host, node in self._found.items():
+            usual_node = replace(node, excess=0.0, cost=0.0, is_slow=False)
+            self._note_node(host, usual_node, describe(usual_node, host, asks=False))
+        self._found = {}
         if self._is_open:
             self._is_open = False
             usual = LongSteps(excess=0.0, all_wait=True, is_slow=False)
