@@ -84,6 +84,7 @@ def plant(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> AttemptPaths:
     dump = attempt.dump(0, 1)
     dump.mkdir(parents=True, exist_ok=True)
     (dump / "rank-00000.txt").write_text(f'File "train.py", line 3\n  token = "{REFERRED}"')
+    (dump / "nccl-ras.txt").write_text(f"NCCL version 2.27.3\n{said}\n{bare}")
     attempt.channel.write_text(json.dumps({"token": REFERRED}))
     run.private.mkdir()
     run.secrets.write_text(bare)
@@ -141,6 +142,7 @@ def test_twenty_planted_secrets_are_not_in_the_archive(
     assert log.endswith("last line\n")
     assert "cosine" in files["spec.json"], "what is no secret stays"
     assert "train.py" in files["attempts/0001/dumps/node-0000-01/rank-00000.txt"]
+    assert "NCCL version" in files["attempts/0001/dumps/node-0000-01/nccl-ras.txt"]
     assert not [name for name in files if name.endswith((".pkl", "channel.json", "secrets.json"))]
     assert out.stat().st_mode & 0o777 == 0o600
 

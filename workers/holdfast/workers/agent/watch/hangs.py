@@ -23,6 +23,7 @@ from holdfast.contracts.records.attempt import Request
 from holdfast.workers.agent.watch import silence
 from holdfast.workers.agent.watch.collectives import CollectiveBlame
 from holdfast.workers.agent.watch.flight_recorder import MergedRecords
+from holdfast.workers.agent.watch.nccl_ras import AnswerReader
 from holdfast.workers.agent.watch.silence import RankStatus, Sample, SilenceLimits
 from holdfast.workers.agent.watch.slowdowns import Slowdowns, SlowNode, describe
 from holdfast.workers.agent.watch.stack_text import RankStack, find_blame
@@ -174,6 +175,8 @@ class _Suspicion:
     is_journaled: bool = False
     records: MergedRecords | None = None
     blame: CollectiveBlame | None = None
+    answer: AnswerReader | None = None
+    ras: str = ""
 
 
 class HangWatch:
@@ -334,27 +337,32 @@ class HangWatch:
         if len(there) < len(nodes) and now < open_.asked_at + SAMPLE_S_MAX:
             return False
         stacks = {stack.rank: stack for sample in there for stack in sample.stacks}
-        self._tend_records(open_, stacks, statuses)
+        if any(sample.asks_ras for sample in there):
+            pids = {one.rank: one.pid for one in statuses if one.pid}
+            open_.answer = AnswerReader(self._attempt, open_.dump, pids, self._world_size)
+        self._tend_evidence(open_, stacks, statuses)
         sample = Sample(at=open_.asked_at, statuses=open_.asked_statuses, stacks=stacks)
         return self._judge(open_, sample, statuses, now)
 
-    def _tend_records(
+    def _tend_evidence(
         self,
         open_: _Suspicion,
         stacks: Mapping[int, RankStack],
         statuses: Sequence[RankStatus],
     ) -> None:
-        """Have the flight records merged, which the first sample took, and fetch what they show."""
+        """Fetch what the flight records show, which the first sample took, and what RAS answers."""
         with_record = {
             one.rank // self._ranks_per_node for one in stacks.values() if one.has_record
         }
         if with_record and open_.records is None:
             folders = [self._attempt.dump(node, open_.dump) for node in sorted(with_record)]
             open_.records = MergedRecords(folders, self._world_size)
-        if open_.records is None or open_.blame is not None or open_.records.blame is None:
-            return
-        open_.blame = open_.records.blame
-        if open_.is_journaled:
+        before = open_.blame, open_.ras
+        if open_.blame is None and open_.records is not None:
+            open_.blame = open_.records.blame
+        if not open_.ras and open_.answer is not None:
+            open_.ras = open_.answer.finding
+        if open_.is_journaled and before != (open_.blame, open_.ras):
             # The line before this one could not contain it yet.
             all_s = min(status.silent_s for status in statuses)
             self._journal_finding(EventKind.HANG_SUSPECTED, open_, statuses, all_silent_s=all_s)
@@ -427,6 +435,8 @@ class HangWatch:
         if open_.blame is not None:
             finding = f"{finding}; by the flight records, {open_.blame.finding}"
             more["blamed"] = list(open_.blame.ranks)
+        if open_.ras:
+            finding = f"{finding}; {open_.ras}"
         self._journal.append(
             kind,
             attempt=self._attempt.number,

@@ -21,6 +21,7 @@ from typing import Any, Final
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.workers.agent.watch.flight_recorder import RecordReader, take_flight_record
 from holdfast.workers.agent.watch.kernel_view import look_below
+from holdfast.workers.agent.watch.nccl_ras import start_asking
 from holdfast.workers.agent.watch.stack_text import (
     NO_STACKS,
     RankStack,
@@ -54,20 +55,23 @@ class StackTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class StackSample:
-    """The stacks of one node's ranks at one moment. `number` counts a suspicion's samples."""
+    """The stacks of one node's ranks at one moment. `number` counts a suspicion's samples.
+
+    `asks_ras` is True if the node now asks NCCL's RAS. The answer comes into the dump.
+    """
 
     dump: int
     number: int
     stacks: tuple[RankStack, ...]
+    asks_ras: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        stacks = [stack.to_json() for stack in self.stacks]
-        return {"dump": self.dump, "number": self.number, "stacks": stacks}
+        return {**vars(self), "stacks": [stack.to_json() for stack in self.stacks]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StackSample:
         stacks = tuple(RankStack.from_json(stack) for stack in data["stacks"])
-        return cls(dump=data["dump"], number=data["number"], stacks=stacks)
+        return cls(**{**data, "stacks": stacks})
 
 
 class StackTaker:
@@ -108,7 +112,8 @@ class StackTaker:
             stacks = tuple(future.result() for future in taken)
         if any(stack.has_record for stack in stacks):
             self._records.start(folder)
-        return StackSample(dump=dump, number=number, stacks=stacks)
+        asks_ras = start_asking([target.pid for target in targets], folder, number)
+        return StackSample(dump=dump, number=number, stacks=stacks, asks_ras=asks_ras)
 
 
 def _take(target: StackTarget, folder: Path, number: int) -> RankStack:
