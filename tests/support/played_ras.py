@@ -1,7 +1,8 @@
 """Plays the RAS thread of a process with NCCL. The messages are those of NCCL's own RAS.
 
 Arguments: a port, a file with the answer, and what to do with clients: `answer`, or `silent`, or
-`endless`, or `slow`, or `foreign`. Only an answer that is JSON allows that form, as new NCCL does.
+`endless`, or `slow`, or `foreign`, or `better`: later answers are in a second file. As new NCCL,
+it knows `set format json` if the answer is JSON.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def main() -> None:
             while way == "silent":
                 time.sleep(1.0)
             serve(client, path.read_bytes(), way)
+            path = path.with_suffix(".better") if way == "better" else path
         except OSError:
             pass
         finally:

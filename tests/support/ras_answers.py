@@ -37,8 +37,11 @@ class PlayedRank:
 Communicators = dict[int, Sequence[PlayedRank]]
 
 
-def in_json(communicators: Communicators) -> bytes:
-    """The answer of NCCL 2.28.7 and newer, after `set format json`."""
+def in_json(communicators: Communicators, *, is_late: bool = False) -> bytes:
+    """The answer of NCCL 2.28.7 and newer, after `set format json`.
+
+    With `is_late`, RAS waited in vain for processes.
+    """
     data = {
         "nccl_version": "2.29.2",
         "cuda_runtime_version": 13000,
@@ -46,7 +49,7 @@ def in_json(communicators: Communicators) -> bytes:
         "timestamp": "2026-11-29 20:11:12",
         "communicators_count": len(communicators),
         "communicators": [_communicator(*one) for one in communicators.items()],
-        "ras": {"collection_time_sec": 0.002, "timeouts_count": 0},
+        "ras": {"collection_time_sec": 0.002, "timeouts_count": 2 * is_late},
     }
     return f"{json.dumps(data, indent=2)}\n".encode()
 
@@ -91,7 +94,9 @@ def _place(one: PlayedRank) -> dict[str, object]:
     }
 
 
-def in_text(communicators: Communicators, version: str = "2.27.3") -> bytes:
+def in_text(
+    communicators: Communicators, version: str = "2.27.3", *, is_late: bool = False
+) -> bytes:
     """The answer of older versions. Those before 2.26 count all operations together."""
     every = {one.pid: one for ranks in communicators.values() for one in ranks}
     hosts = {one.host for one in every.values()}
@@ -115,8 +120,9 @@ def in_text(communicators: Communicators, version: str = "2.27.3") -> bytes:
     for group, ranks in enumerate(communicators.values()):
         errors = ["INCOMPLETE"] if any(one.is_missing for one in ranks) else []
         errors += ["MISMATCH"] if _mismatch("", ranks, version) else []
+        there = sum(not one.is_missing for one in ranks)
         lines.append(
-            f"{group:5}  {1:8}  {len(hosts):8}  {2:>8}  {len(ranks):8}  {len(ranks):8}  "
+            f"{group:5}  {1:8}  {len(hosts):8}  {2:>8}  {len(ranks):8}  {there:8}  "
             f"{'RUNNING':>8}  {','.join(errors) or 'OK':>6}"
         )
     lines += ["", "Errors", "======", ""]
@@ -132,7 +138,7 @@ def in_text(communicators: Communicators, version: str = "2.27.3") -> bytes:
     for group, (number, ranks) in enumerate(communicators.items()):
         lines += _incomplete(f"#{group}-0 ({number:016x})", ranks, version)
     lines += ["Warnings", "========", ""]
-    if silent:
+    if is_late:
         said = "  Encountered 2 communication timeouts while gathering communicator data"
         lines += ["TIMEOUT", said, ""]
     for group, (number, ranks) in enumerate(communicators.items()):

@@ -21,7 +21,7 @@ from holdfast.contracts.disk.durable import write_bytes
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import ForeignFileError
-from holdfast.workers.agent.watch.ras_answer import describe, read_answer
+from holdfast.workers.agent.watch.ras_answer import describe, has_timeouts, read_answer
 
 ADDRESS: Final = "NCCL_RAS_ADDR"
 DEFAULT_ADDRESS: Final = "localhost:28028"
@@ -29,16 +29,18 @@ FILE: Final = "nccl-ras.txt"
 CUT_FILE: Final = "nccl-ras.cut.txt"
 # One node asks with each of a suspicion's first samples, until one has an answer.
 NODES_MAX: Final = 3
-# RAS gathers for this long if all is well, and for five seconds more if processes do not answer.
+# RAS waits this long for processes that do not answer, and for five seconds more at most.
 GATHER_S: Final = 2
 ANSWER_S_MAX: Final = 10.0
-# A stopped process still accepts connections. The next one may reach another process.
+# Processes that RAS reaches only through a lost one do not answer. It soon finds another way.
+AGAIN_AFTER_S: Final = 6.0
+# Another job's process may answer, and a stopped one accepts connections. The next may be another.
 HELLO_S_MAX: Final = 1.0
-TRIES: Final = 5
+TRIES: Final = 40
 LINE_BYTES_MAX: Final = 4096
 ANSWER_BYTES_MAX: Final = 8 << 20
 RECEIVE_BYTES: Final = 1 << 16
-READ_S_MAX: Final = 20.0
+READ_S_MAX: Final = 2 * ANSWER_S_MAX + AGAIN_AFTER_S + 10.0
 POLL_S: Final = 0.25
 
 
@@ -81,8 +83,18 @@ def _connections(pid: int) -> Iterator[Any]:
 
 def _store(address: tuple[str, int], pids: Sequence[int], folder: Path) -> None:
     """Ask, and write what comes into the dump. Without an answer, nothing is written."""
-    answer = bytearray()
-    is_whole = False
+    answer, is_whole = _ask(address, pids)
+    if is_whole and has_timeouts(answer):
+        time.sleep(AGAIN_AFTER_S)
+        again, is_again_whole = _ask(address, pids)
+        answer = again if is_again_whole else answer
+    if answer:
+        with contextlib.suppress(OSError):
+            write_bytes(folder / (FILE if is_whole else CUT_FILE), answer, mode=0o600)
+
+
+def _ask(address: tuple[str, int], pids: Sequence[int]) -> tuple[bytes, bool]:
+    """Return what a process answers, and whether it came to its end."""
     give_up = time.monotonic() + ANSWER_S_MAX
     for _ in range(TRIES):
         with (
@@ -90,11 +102,10 @@ def _store(address: tuple[str, int], pids: Sequence[int], folder: Path) -> None:
             socket.create_connection(address, timeout=HELLO_S_MAX) as connection,
         ):
             if _greet(connection, pids):
-                is_whole = _receive(connection, answer, give_up)
-                break
-    if answer:
-        with contextlib.suppress(OSError):
-            write_bytes(folder / (FILE if is_whole else CUT_FILE), bytes(answer), mode=0o600)
+                return _receive(connection, give_up)
+        if time.monotonic() > give_up:
+            break
+    return b"", False
 
 
 def _greet(connection: socket.socket, pids: Sequence[int]) -> bool:
@@ -125,14 +136,14 @@ def _say(connection: socket.socket, command: str) -> bytes:
     return bytes(line)
 
 
-def _receive(connection: socket.socket, answer: bytearray, give_up: float) -> bool:
-    """Append what comes to `answer`, and return True if it came to its end."""
+def _receive(connection: socket.socket, give_up: float) -> tuple[bytes, bool]:
+    """Return what comes, and whether it came to its end."""
+    answer = bytearray()
     with contextlib.suppress(OSError):
         while len(answer) <= ANSWER_BYTES_MAX:
             if not _receive_once(connection, answer, give_up):
-                return True
-    del answer[ANSWER_BYTES_MAX:]
-    return False
+                return bytes(answer), bool(answer)
+    return bytes(answer[:ANSWER_BYTES_MAX]), False
 
 
 def _receive_once(connection: socket.socket, into: bytearray, give_up: float) -> bool:

@@ -21,6 +21,8 @@ _NUMBER_MAX: Final = 1 << 64
 _HOST: Final = re.compile(r"[0-9A-Za-z.:%_-]{1,64}")
 _WORD: Final = re.compile(r"\w{1,32}", re.ASCII)
 _HASH: Final = re.compile(r"(?:0x)?([0-9a-f]{1,16})")
+_TIMEOUTS: Final = re.compile(rb'"timeouts_count": [1-9]')
+TAIL_BYTES: Final = 1000
 # The text, as each line of it is printed.
 _TITLES: Final = ("Errors\n======\n", "Warnings\n========\n")
 _TABLE: Final = "Group     Comms "
@@ -85,6 +87,11 @@ def read_answer(content: bytes) -> RasAnswer:
     if not text.startswith("NCCL version ") or any(title not in text for title in _TITLES):
         raise ValueError("it has not the parts of NCCL's text")
     return _TextReader().read(text)
+
+
+def has_timeouts(content: bytes) -> bool:
+    """Return True if RAS waited in vain for processes, so that a later answer may have more."""
+    return b"\nTIMEOUT\n" in content or _TIMEOUTS.search(content[-TAIL_BYTES:]) is not None
 
 
 # --- JSON ---------------------------------------------------------------------------------------
@@ -221,7 +228,7 @@ def describe(answer: RasAnswer, pids: Mapping[int, int], world_size: int) -> str
     parts = [
         f"{names.text(processes)} on {host} {one if len(names.all(processes)) == 1 else several}"
         for one, several, found in (
-            ("is dead", "are dead", answer.dead),
+            ("counts as dead", "count as dead", answer.dead),
             ("does not answer", "do not answer", answer.silent),
         )
         for host, processes in _by_host(found)
