@@ -45,8 +45,9 @@ WITHOUT_ERROR_FILES = {
         ),
         Cause.USER_ERROR,
     ),
-    # A known miss: the error file only has the error of the parent, not that of its helper.
+    # Known misses: the error file only has the error of the parent, not that of its helper.
     "helper_out_of_memory": Cause.HOST_OOM,
+    "helper_disk_full": Cause.STORAGE_FULL,
 }
 EVERY_CRASH = [(one, FOLDER) for one in CRASHES] + [(one, VARIANTS_FOLDER) for one in VARIANTS]
 # Of the causes that may blame a checkpoint, these crashes say nothing about the state: they left no
@@ -98,7 +99,7 @@ def test_a_fault_of_a_gpu_replaces_no_record_of_the_scheduler_or_an_operator(
         assert explained == ending
 
 
-def test_the_error_files_of_ranks_correct_some_causes_and_spoil_one_known_miss() -> None:
+def test_the_error_files_of_ranks_correct_some_causes_and_spoil_known_misses() -> None:
     changed = {}
     for crash, captures in EVERY_CRASH:
         report = CrashReport.from_json(read_record(crash.name, captures)["inputs"])

@@ -86,6 +86,15 @@ def helper_out_of_memory() -> None:
 
 
 @way
+def helper_disk_full() -> None:
+    helper = multiprocessing.get_context("spawn").Process(target=fill_disk, name="cache")
+    helper.start()
+    helper.join()
+    print("the cache is incomplete", file=sys.stderr)
+    raise ValueError("0 of 8 shards were cached")
+
+
+@way
 def distribution_of_nan() -> None:
     import torch
 
