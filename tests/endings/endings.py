@@ -93,6 +93,12 @@ CRASHES: Final = (
     Crash(name="nan_raised", cause=Cause.NUMERICS, quote="FloatingPointError: step 7: loss nan"),
     Crash(name="memory_error", cause=Cause.HOST_OOM, quote="MemoryError"),
     Crash(
+        name="helper_out_of_memory",
+        command=("variants.py", "helper_out_of_memory"),
+        cause=Cause.HOST_OOM,
+        quote="MemoryError",
+    ),
+    Crash(
         name="host_oom", cause=Cause.HOST_OOM, quote="kernel: oom_kill +1", memory_bytes=700 * MIB
     ),
     Crash(

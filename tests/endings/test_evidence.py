@@ -14,7 +14,7 @@ import pytest
 from tests.endings.endings import CRASHES, JOBS, Crash, JobEnding
 from tests.endings.records import FOLDER, read_record
 from tests.endings.test_endings import ending_of_crash, ending_of_job
-from tests.endings.variants import MISSED, VARIANTS, VARIANTS_FOLDER
+from tests.endings.variants import VARIANTS, VARIANTS_FOLDER
 
 from holdfast.contracts.disk.journal import JournalWriter
 from holdfast.contracts.spec.sections import Health
@@ -37,18 +37,13 @@ WEAR = (
 REPLACED = {Cause.INFRASTRUCTURE, Cause.UNKNOWN, Cause.HANG}
 # What the rank's standard error alone shows of the crashes whose cause depends on its error file.
 # The records of GPUs are written without standard error, so nothing is left of them.
-WITHOUT_ERROR_FILES = {
-    **dict.fromkeys(
-        (
-            *("gpu_oom", "gpu_oom_of_driver", "gpu_oom_of_library", "gpu_illegal_access"),
-            *("gpu_ecc", "gpu_missing", "gpu_busy", "nccl_system_error", "task_lost_its_server"),
-        ),
-        Cause.USER_ERROR,
+WITHOUT_ERROR_FILES = dict.fromkeys(
+    (
+        *("gpu_oom", "gpu_oom_of_driver", "gpu_oom_of_library", "gpu_illegal_access"),
+        *("gpu_ecc", "gpu_missing", "gpu_busy", "nccl_system_error", "task_lost_its_server"),
     ),
-    # Known misses: the error file only has the error of the parent, not that of its helper.
-    "helper_out_of_memory": Cause.HOST_OOM,
-    "helper_disk_full": Cause.STORAGE_FULL,
-}
+    Cause.USER_ERROR,
+)
 EVERY_CRASH = [(one, FOLDER) for one in CRASHES] + [(one, VARIANTS_FOLDER) for one in VARIANTS]
 # Of the causes that may blame a checkpoint, these crashes say nothing about the state: they left no
 # error to compare, or it is one of files, imports or a helper that was killed.
@@ -99,7 +94,7 @@ def test_a_fault_of_a_gpu_replaces_no_record_of_the_scheduler_or_an_operator(
         assert explained == ending
 
 
-def test_the_error_files_of_ranks_correct_some_causes_and_spoil_known_misses() -> None:
+def test_the_error_files_of_ranks_correct_some_causes_and_spoil_none() -> None:
     changed = {}
     for crash, captures in EVERY_CRASH:
         report = CrashReport.from_json(read_record(crash.name, captures)["inputs"])
@@ -108,7 +103,7 @@ def test_the_error_files_of_ranks_correct_some_causes_and_spoil_known_misses() -
         without, _ = replace(report, failures=bare).classify()
         if without.cause is not with_files.cause:
             changed[crash.name] = without.cause
-            assert with_files.cause is crash.cause or crash.name in MISSED
+            assert with_files.cause is crash.cause
     assert changed == WITHOUT_ERROR_FILES
 
 

@@ -26,7 +26,6 @@ VARIANTS: Final = tuple(
     for name, cause, quote in (
         ("array_too_large", Cause.HOST_OOM, "Unable to allocate"),
         ("disk_full_renamed", Cause.STORAGE_FULL, "No space left on device"),
-        ("helper_out_of_memory", Cause.HOST_OOM, "MemoryError"),
         ("helper_disk_full", Cause.STORAGE_FULL, "No space left on device"),
         ("distribution_of_nan", Cause.NUMERICS, "nan"),
         ("unknown_option", Cause.USER_ERROR, "KeyError: 'ReadTimeout'"),
@@ -37,7 +36,5 @@ VARIANTS: Final = tuple(
         ("peer_fails_first", Cause.USER_ERROR, "vocabulary of 50257"),
     )
 )
-# All of them are classified as the program's own error.
-MISSED: Final = frozenset(
-    {"helper_out_of_memory", "helper_disk_full", "distribution_of_nan", "store_has_no_space"}
-)
+# Both are classified as the program's own error.
+MISSED: Final = frozenset({"distribution_of_nan", "store_has_no_space"})

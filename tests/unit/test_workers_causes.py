@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -342,6 +343,39 @@ def test_the_output_of_a_failed_command_decides(said: str, cause: Cause) -> None
     ending, _ = classify_crash([failure])
     assert ending.cause is cause
     assert "CalledProcessError" in ending.evidence[0]
+
+
+NO_RESULT = (
+    'Traceback (most recent call last):\n  File "t.py", line 9, in <module>\nRuntimeError: no\n'
+)
+HELPER = "Process {}:\n" + NO_RESULT.replace("RuntimeError: no", "{}")
+
+
+@pytest.mark.parametrize(
+    ("before", "cause"),
+    [
+        (HELPER.format("ForkProcess-1", "MemoryError"), Cause.HOST_OOM),
+        (HELPER.format("cache", "OSError: [Errno 28] No space left on device"), Cause.STORAGE_FULL),
+        (HELPER.format("cache", "MemoryError") + "the cache has 0 shards\n", Cause.HOST_OOM),
+        (HELPER.format("cache", "ValueError: 7"), Cause.USER_ERROR),
+        # The end of the parent can be the reason.
+        (HELPER.format("cache", "ConnectionResetError: reset by peer"), Cause.USER_ERROR),
+        # The program has caught this error itself, or has caught another one after the helper's.
+        (NO_RESULT.replace("RuntimeError: no", "MemoryError"), Cause.USER_ERROR),
+        (HELPER.format("cache", "MemoryError") + NO_RESULT, Cause.USER_ERROR),
+        ("Process cache:\n", Cause.USER_ERROR),
+        ("", Cause.USER_ERROR),
+    ],
+)
+def test_the_error_of_a_helper_decides_if_the_parents_own_has_no_cause(
+    before: str, cause: Cause
+) -> None:
+    failure = RankFailure(rank=0, exit_code=1, traceback=NO_RESULT, stderr_tail=before + NO_RESULT)
+    ending, _ = classify_crash([failure])
+    assert ending.cause is cause
+    assert ending.evidence[0].endswith("RuntimeError: no")
+    unfit = replace(failure, traceback=NO_RESULT.replace("RuntimeError: no", "MemoryError"))
+    assert classify_crash([unfit])[0].cause is Cause.HOST_OOM
 
 
 ENDED = JobStatus(state=AttemptState.FAILED, raw="FAILED", evidence=("Slurm: job 7 is FAILED",))

@@ -18,6 +18,7 @@ from holdfast.workers.decisions.evidence import (
     KILLED_WORKER,
     find_before_traceback,
     find_cause,
+    find_in_helper,
     is_of_command,
     last_message,
 )
@@ -284,6 +285,9 @@ def classify_crash(
     if found is None:
         # Nothing but the program chooses other exit codes.
         message = last_message(first.text) or "it exited without an error message"
+        if helper := find_in_helper(first.stderr_tail):
+            evidence = [f"{who}: {message}", f"its helper process before that: {helper.quote}"]
+            return _ending(helper.rule.cause, evidence), first
         return _ending(Cause.USER_ERROR, [f"{who}: {message}"]), first
     if oom_kills and (found.rule is HELPER_LOST or KILLED_WORKER.search(found.quote)):
         return _ending(Cause.HOST_OOM, [f"{who}: {found.quote}", _of_kernel(oom_kills)]), first

@@ -248,6 +248,8 @@ RULES: Final[tuple[Rule, ...]] = (
 # Frames of a process that receives an object from its own helper, such as a data loader's worker.
 _FROM_HELPER: Final = re.compile(r'File "[^"]*multiprocessing/resource_sharer\.py"')
 HELPER_LOST: Final = Rule(cause=Cause.UNKNOWN, pattern=_FROM_HELPER)
+# `multiprocessing` prints this line before the error that ended a helper.
+_HELPER_FAILED: Final = re.compile(r"^Process [^\n]+:\n\Z", re.M)
 # A worker killed because memory ran out ends by the same signal as any other killed worker.
 KILLED_WORKER: Final = re.compile(
     rf"worker \(pid.*(is killed by signal: Killed|exited unexpect)|{ABRUPT_END}", re.M
@@ -292,6 +294,19 @@ def find_before_traceback(text: str) -> EvidenceMatch | None:
     """Return what the text before the last traceback reveals, or None."""
     whole = last_traceback(text)
     return find_cause(text.removesuffix(whole)) if whole else None
+
+
+def find_in_helper(text: str) -> EvidenceMatch | None:
+    """Return what ended the helper process whose traceback is the last but one, or None.
+
+    Secondary errors do not count: a helper may lose its connection because the parent ends.
+    """
+    before = text.removesuffix(last_traceback(text))
+    helper = last_traceback(before)
+    if not helper or not _HELPER_FAILED.search(before.removesuffix(helper)):
+        return None
+    found = find_cause(helper)
+    return None if found is None or found.rule.secondary_error else found
 
 
 def last_message(text: str) -> str:
