@@ -2,7 +2,8 @@
 
 `hangs` maps a launch to (kind, rank, step). `evals` lists (step, seconds, parts): an evaluation
 of that duration after the step, in that many parts. `stalls` lists (step, rank, seconds, kind):
-one rank is late for the step. `slow_rank` works `slow_s` longer than its peers in each step.
+one rank is late for the step. `slow_rank` works `slow_s` longer than its peers in each step. With
+`ras`, the ranks play the RAS of NCCL at that port, with that answer.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.support import played_ras
 
 from holdfast.trainer import Session
 
@@ -24,6 +30,10 @@ from holdfast.trainer import Session
 def main() -> None:
     settings: dict[str, Any] = json.loads(sys.argv[1])
     dist.init_process_group("gloo")
+    if ras := settings.get("ras"):
+        port, answer = ras
+        serve = (played_ras.listen(port), Path(answer), "answer")
+        threading.Thread(target=played_ras.play, args=serve, daemon=True).start()
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -48,6 +48,7 @@ class LocalRun:
         health: dict[str, Any] | None = None,
         config: dict[str, Any] | None = None,
         own: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
         on: Sequence[dict[str, Any]] = (),
         spec: RunSpec | None = None,
         forks: bool = True,
@@ -60,13 +61,13 @@ class LocalRun:
         """
         defaults = {"steps": 40, "sleep_s": 0.02}
         search = (str(RANK_FORKS), os.environ.get("PYTHONPATH"))
-        environment = {"PYTHONPATH": os.pathsep.join(filter(None, search))} if forks else {}
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, search))} if forks else {}
         python = (sys.executable,) if (own or {}).get("launcher") == "none" else ()
         self.spec = spec or RunSpec(
             name="tried",
             command=(*python, program.name, json.dumps({**defaults, **settings})),
             launch={"working_directory": str(program.parent), **(launch or {})},
-            environment=environment,
+            environment={**path, **(environment or {})},
             resources=resources or {"gpus_per_node": gpus},
             elastic=elastic or {"min_gpus": 1},
             supervision={

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.process.local_runs import LocalRun, processes_of, wait_until
+from tests.support.ras_answers import PlayedRank, in_json
 
 from holdfast.contracts.account.timeline import goodput_of
 from holdfast.contracts.disk.journal import EventKind
@@ -53,15 +55,20 @@ def dumped(run: LocalRun, event: Any) -> str:
     return "\n".join(path.read_text() for folder in folders for path in folder.iterdir())
 
 
-def test_looping_rank_is_restarted_and_a_slow_evaluation_is_not(
-    make: Make,
-) -> None:
+def test_looping_rank_is_restarted_and_a_slow_evaluation_is_not(make: Make, tmp_path: Path) -> None:
+    ranks = [PlayedRank(r, -1, "10.0.0.1", {"AllReduce": 94 - r}) for r in range(2)]
+    answer = tmp_path / "answer"
+    answer.write_bytes(in_json({0xCF26: ranks}))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     # The second evaluation is twenty times slower, and longer than the limit of its phase.
     run = make(
         steps=60,
         hangs={"1": ["loop", 1, 45]},
         evals=[[15, 0.3, 1], [30, 6.0, 20]],
         checkpoint={"interval": 20},
+        environment={"NCCL_RAS_ADDR": f"127.0.0.1:{port}"},
+        ras=[port, str(answer)],
     )
     attempt = run.submit()
     view = run.wait_for_end()
@@ -74,7 +81,12 @@ def test_looping_rank_is_restarted_and_a_slow_evaluation_is_not(
     (confirmed,) = run.events(EventKind.HANG_CONFIRMED)
     assert confirmed.data["finding"].startswith("missing: rank 1 at get_stuck")
     assert "waiting: rank 0 at train" in confirmed.data["finding"]
+    assert confirmed.data["finding"].endswith(
+        "; by NCCL RAS, rank 1 is behind in AllReduce of communicator cf26 "
+        "(93 calls, 94 by 1 other)"
+    )
     said = dumped(run, confirmed)
+    assert answer.read_text() in said
     assert "get_stuck" in said
     assert "all_reduce" in said
     suspicions = run.events(EventKind.HANG_SUSPECTED)

@@ -53,10 +53,8 @@ def send(client: socket.socket, answer: bytes, way: str) -> None:
     client.sendall(answer)
 
 
-def main() -> None:
-    port, path, way = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    listener = listen(port)
-    print(flush=True)
+def play(listener: socket.socket, path: Path, way: str) -> None:
+    """Serve one client after the other."""
     while True:
         client, _ = listener.accept()
         try:
@@ -68,6 +66,13 @@ def main() -> None:
             pass
         finally:
             client.close()
+
+
+def main() -> None:
+    port, path, way = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    listener = listen(port)
+    print(flush=True)
+    play(listener, path, way)
 
 
 if __name__ == "__main__":
