@@ -333,6 +333,10 @@ def test_only_ranks_that_listen_are_asked(tmp_path: Path, play: Play) -> None:
     assert not start_asking([os.getpid(), 1 << 22], folder_of(tmp_path), 1)
 
 
+def test_an_address_that_is_no_host_gives_no_answer() -> None:
+    assert nccl_ras._ask(("x" * 300, 28028), [os.getpid()]) == (b"", False)
+
+
 def test_the_ranks_of_another_job_at_the_same_address_are_not_asked(
     tmp_path: Path, play: Play
 ) -> None:

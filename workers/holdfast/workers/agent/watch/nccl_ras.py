@@ -98,7 +98,8 @@ def _ask(address: tuple[str, int], pids: Sequence[int]) -> tuple[bytes, bool]:
     give_up = time.monotonic() + ANSWER_S_MAX
     for _ in range(TRIES):
         with (
-            contextlib.suppress(OSError),
+            # `ValueError` is for a host that is no name.
+            contextlib.suppress(OSError, ValueError),
             socket.create_connection(address, timeout=HELLO_S_MAX) as connection,
         ):
             if _greet(connection, pids):
