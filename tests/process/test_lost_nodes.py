@@ -30,7 +30,7 @@ def events(job: PlayedJob, kind: EventKind) -> list[Event]:
     return [event for event in found if event.kind is kind]
 
 
-def launches(job: PlayedJob) -> list[dict[str, object]]:
+def launches(job: PlayedJob) -> list[dict[str, Any]]:
     return [event.data for event in events(job, EventKind.LAUNCH_STARTED)]
 
 
