@@ -242,15 +242,13 @@ class SlurmExecutor(Executor):
             self._scancel("--state=PENDING", submission.job_id)
 
     def is_pending(self, request: Request, submission: Submission) -> bool:
-        line = self._show(request, submission)
-        return line is not None and bare_state(line.state) == "PENDING"
+        return self._show_pending(request, submission) is not None
 
     def change_exclusion(
         self, request: Request, submission: Submission, exclude: Collection[str]
     ) -> bool:
-        _require_cluster(request)
-        line = slurm_client.show_job(submission.job_id)
-        if line is None or line.name != request.job_name or bare_state(line.state) != "PENDING":
+        line = self._show_pending(request, submission)
+        if line is None:
             return False
         before = slurm_client.expand_hosts((line.fields or {}).get("ExcNodeList", ""))
         if set(before) == set(exclude):
@@ -260,9 +258,8 @@ class SlurmExecutor(Executor):
         return True
 
     def drop_dependency(self, request: Request, submission: Submission) -> bool:
-        _require_cluster(request)
-        line = slurm_client.show_job(submission.job_id)
-        if line is None or line.name != request.job_name or bare_state(line.state) != "PENDING":
+        line = self._show_pending(request, submission)
+        if line is None:
             return False
         if (line.fields or {}).get("Dependency", NO_DEPENDENCY) in {"", NO_DEPENDENCY}:
             return False
@@ -340,6 +337,10 @@ class SlurmExecutor(Executor):
         _require_cluster(request)
         line = slurm_client.show_job(submission.job_id)
         return line if line is not None and line.name == request.job_name else None
+
+    def _show_pending(self, request: Request, submission: Submission) -> JobLine | None:
+        line = self._show(request, submission)
+        return line if line is not None and bare_state(line.state) == "PENDING" else None
 
     def _scancel(self, *arguments: str) -> None:
         try:
