@@ -35,6 +35,7 @@ from sqlalchemy import (
 from typing_extensions import TypedDict
 
 from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.contracts.spec.keep_rules import ranked
 from holdfast.contracts.states import AttemptState, Cause, RunState
@@ -373,7 +374,7 @@ def newest_events(
     """
     where = EventFilter(kinds=tuple(str(kind) for kind in kinds), attempt=attempt)
     page = list_events(database, run, where, limit=NEWEST_EVENTS_MAX)
-    return [_event(row, views.unix_time(row["time"]) or 0.0) for row in reversed(page.items)]
+    return [_event(row, unix_time(row["time"]) or 0.0) for row in reversed(page.items)]
 
 
 def newest_lines(
