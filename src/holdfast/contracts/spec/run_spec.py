@@ -26,7 +26,7 @@ from holdfast.contracts.spec.resources import NodeShare, Resources, share_of
 from holdfast.contracts.spec.secrets import EnvironmentValue, SecretReference
 from holdfast.contracts.spec.steps_total import problem_with_steps
 from holdfast.contracts.spec.tags import problem_with_tags
-from holdfast.contracts.spec.written import sources_of
+from holdfast.contracts.spec.written import keys_of, source_of
 
 _OWN = "HOLDFAST_"
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -230,7 +230,8 @@ class RunSpec(SpecPart):
     @property
     def sources(self) -> dict[str, str]:
         """Where each key that somebody wrote comes from, by dotted names: see `written`."""
-        return sources_of(self, self._origins)
+        keys = keys_of(self, written=True)
+        return {key: source_of(key, self._origins) for key, _ in keys}
 
     @property
     def origins(self) -> dict[str, str]:

@@ -283,7 +283,7 @@ def _compare_together(
     saved_alone = _keys(ready.opened.metadata.state_dict_metadata, alone=True)
     extra = {key for key in saved_alone if pick.takes(key)}
     extra.difference_update(*(message.keys_alone for message in messages))
-    return compare_keys.combine(common, replace(alone, extra=tuple(sorted(extra))))
+    return compare_keys.unite([common, replace(alone, extra=tuple(sorted(extra)))])
 
 
 def _keys(entries: Mapping[str, T], *, alone: bool) -> dict[str, T]:

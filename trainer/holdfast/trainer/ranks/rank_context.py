@@ -25,7 +25,6 @@ from typing import Any, Final
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from holdfast.contracts import environment
 from holdfast.contracts import environment as names
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, given_folder
@@ -54,7 +53,7 @@ _FLUSHER_SUPERVISOR: Final = re.compile(r"/proc/(\d+)/fd/\d+")
 
 def offer_stacks(record: RankRecord) -> None:
     """Let the agent of this node read this process's stacks, if the system supports it."""
-    flusher_supervisor = _FLUSHER_SUPERVISOR.fullmatch(os.environ.get(environment.RANK_STATUS, ""))
+    flusher_supervisor = _FLUSHER_SUPERVISOR.fullmatch(os.environ.get(names.RANK_STATUS, ""))
     if flusher_supervisor:
         _allow_tracing_by(int(flusher_supervisor[1]))
     with contextlib.suppress(OSError, ValueError, AttributeError):
