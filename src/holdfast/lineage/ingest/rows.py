@@ -387,7 +387,6 @@ def newest_time(history: RunHistory, totals: CheckpointTotals) -> float:
 
 
 def _command_digest(view: AttemptView) -> str | None:
-    """Return the digest of an attempt's command."""
     digest = view.command_digest or (view.outcome.command_digest if view.outcome else None)
     # Until rank 0 has recorded the digest, use the one of the request.
     return digest or (view.request.command_digest if view.request else None)

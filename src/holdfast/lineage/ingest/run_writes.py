@@ -184,7 +184,6 @@ def _file_rows(uid: str, name: str, found: FoundCheckpoint) -> Iterator[Row]:
 
 
 def write_run(connection: Connection, row: Row, secrets: Sequence[str]) -> None:
-    """Write the row of a run."""
     upsert(connection, RUNS, [clean(redacted(row, secrets))])
 
 

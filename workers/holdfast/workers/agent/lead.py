@@ -317,7 +317,6 @@ class Lead:
         self.group.ask_all(lambda node: node.acknowledge())
 
     def close(self) -> None:
-        """Close the listener."""
         self._listener.close()
 
     # --- one launch --------------------------------------------------------------------

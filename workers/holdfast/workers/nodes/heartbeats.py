@@ -119,7 +119,6 @@ class HeartbeatWriter:
             raise OSError(f"{_files(self._paths)[which]}: only a part was written")
 
     def close(self) -> None:
-        """Close the files."""
         while self._handles:
             os.close(self._handles.pop())
 
