@@ -21,9 +21,9 @@ from holdfast.api.acknowledgements import FILE
 from holdfast.api.attention import FRESH_S, STALE_S
 from holdfast.api.tokens import Role
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.records.history import load_events
 from holdfast.contracts.states import AttemptState
-from holdfast.lineage.queries.views import unix_time
 
 MINUTE: Final = 60.0
 LIST, DONE = "/api/v1/attention", "/api/v1/attention/acknowledge"

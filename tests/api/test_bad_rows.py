@@ -13,7 +13,8 @@ from tests.api.conftest import Served, wait_for
 from typer.testing import CliRunner
 
 from holdfast.cli.main import app
-from holdfast.lineage.queries.views import iso, iso_time, unix_time
+from holdfast.contracts.plain_text import unix_time
+from holdfast.lineage.queries.views import iso, iso_time
 
 CHECKPOINT = "gpt:step-00000200.a0003.l01"
 LESS_BAD = (3e11, 1_764_000_000_000.0, -1e9, math.inf)

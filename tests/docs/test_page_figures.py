@@ -25,9 +25,10 @@ from holdfast.trainer.trackers import sink
 from holdfast.workers import health
 from holdfast.workers.agent.watch import hangs, heartbeat, rank_watch, silence
 from holdfast.workers.agent.watch.silence import LIMITS
-from holdfast.workers.decisions import exclusions, flush_forecast, grace, policy
+from holdfast.workers.decisions import exclusions, flush_forecast, policy
 from holdfast.workers.nodes import calibration, heartbeats
 from holdfast.workers.runs import request
+from holdfast.workers.schedulers import slurm_client
 
 WORDS: Final = {
     2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 8: "eight", 10: "ten", 12: "twelve",
@@ -122,7 +123,7 @@ PAGES: Final[dict[str, tuple[str, ...]]] = {
             f"{flush_forecast.MARGIN_S:g} s"
         ),
         f"N = `grace_s` + {request.WARNING_MARGIN_S} s",
-        f"does not answer within {grace.ANSWER_TIMEOUT_S:g} s",
+        f"does not answer within {slurm_client.ANSWER_TIMEOUT_S:g} s",
     ),
     "weights": (
         f"shards of at most {export.SHARD_BYTES / 1e9:g} GB",

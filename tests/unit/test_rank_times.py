@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.contracts.node.rank_status import RankRecord, RankStatusTable
-from holdfast.trainer.ranks.data_waits import DataWaits
+from holdfast.trainer.ranks.rank_context import DataWaits
 from holdfast.workers.agent.watch.rank_watch import RankWatch
 
 ITEM_S = 0.02

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from holdfast.contracts import environment
-from holdfast.trainer.process.place import AGENT_STORE
 from holdfast.trainer.process.program import program_argv
-from holdfast.trainer.process.standby import changed_variables
+from holdfast.trainer.process.standby import AGENT_STORE, changed_variables
 from holdfast.trainer.rank_start import set_up_interpreter
 from holdfast.workers.agent.launch.command import place_environment
 

@@ -38,5 +38,5 @@ def test_difference_to_slurms_clock_is_found(
     at = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(clocks.now() + ahead_s))
     answer = f"Configuration data as of {at}\nAccountingStorageType = none\n"
     monkeypatch.setattr(slurm_client, "call", lambda arguments, timeout_s: answer)
-    found_s = slurm_lead_s(5.0)
+    found_s = slurm_lead_s()
     assert found_s == pytest.approx(ahead_s, abs=2) if counted else found_s == 0.0

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -170,7 +171,7 @@ class MemberAgent:
     def _answer(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
         node = self._node
         if kind == "root":
-            return {"problems": [one.to_json() for one in node.check_root(**given)]}
+            return {"problems": [asdict(one) for one in node.check_root(**given)]}
         if kind == "race":
             return {"won": node.race(**given)}
         if kind == "report":

@@ -446,7 +446,7 @@ def test_times_are_asked_in_utc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert line is not None
         assert line.ended_at == CLOCK_CHANGE
         monkeypatch.setattr(clocks, "now", lambda: CLOCK_CHANGE + 600)
-        assert slurm_lead_s(20.0) == -600
+        assert slurm_lead_s() == -600
         slurm_client.recorded_jobs(name="x", since=CLOCK_CHANGE + 24 * 3600)
         assert "-S2026-10-25T01:30:00" in (tmp_path / "asked").read_text()
     finally:

@@ -118,7 +118,6 @@ def _instead_of_fork(manifest: Manifest) -> str:
 def _spec_of_fork(
     parent: RunPaths, name: str | None, overrides: Sequence[str], spec_file: Path | None
 ) -> RunSpec:
-    """Return the spec of a fork, under its name and with `overrides`."""
     if spec_file is not None:
         named = [] if name is None else [f"name={json.dumps(name)}"]
         return load_spec(spec_file, [*overrides, *named])

@@ -31,14 +31,7 @@ from holdfast.flows.givers import cancelled_by, giver
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.spec_form import SpecParameter, SpecTable
 from holdfast.flows.start import start_if_alone
-from holdfast.flows.supervisor import secrets
-from holdfast.flows.supervisor.cancellation import (
-    cancel_run_of_flow,
-    find_cancelling,
-    find_supervised,
-    home_of,
-    last_supervisor,
-)
+from holdfast.flows.supervisor import cancellation, secrets
 from holdfast.flows.supervisor.redactor import Log, Redactor
 from holdfast.flows.supervisor.secrets import require
 from holdfast.flows.supervisor.submission import JOURNAL
@@ -190,7 +183,7 @@ def _cancel(paths: RunPaths, *, by: str, reason: str) -> str:
 Answer = dict[str, Any] | State[Any]
 
 
-@flow(name="submit", on_cancellation=[cancel_run_of_flow], persist_result=False)
+@flow(name="submit", on_cancellation=[cancellation.cancel_run_of_flow], persist_result=False)
 def submit(
     spec: SpecTable, root: str | None = None, preflight: bool = True, by: str | None = None
 ) -> Answer:
@@ -206,7 +199,7 @@ def submit(
     return answer
 
 
-@flow(name="relaunch", on_cancellation=[cancel_run_of_flow], persist_result=False)
+@flow(name="relaunch", on_cancellation=[cancellation.cancel_run_of_flow], persist_result=False)
 def relaunch(
     run: str, gpus: int | None = None, root: str | None = None, by: str | None = None
 ) -> Answer:
@@ -218,16 +211,16 @@ def relaunch(
         root: The folder that contains the runs. By default that of the worker's environment.
         by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
-    paths = find_run(home_of(root), run)
+    paths = find_run(cancellation.home_of(root), run)
     secrets.require_again(paths)
     # A flow run that is started again, such as after a pause, has asked already.
-    if last_supervisor(paths) != str(current_flow_run.id):
+    if cancellation.last_supervisor(paths) != str(current_flow_run.id):
         message = operator.request(paths, "relaunch", by=giver(by), gpus=gpus, writer=JOURNAL)
         get_run_logger().info("%s", message)
     return _supervise(paths)
 
 
-@flow(name="supervise", on_cancellation=[cancel_run_of_flow], persist_result=False)
+@flow(name="supervise", on_cancellation=[cancellation.cancel_run_of_flow], persist_result=False)
 def supervise(
     run: str | None = None, flow_run: str | None = None, root: str | None = None
 ) -> Answer:
@@ -238,13 +231,13 @@ def supervise(
         flow_run: Instead of `run`, the id of the flow run that supervised it.
         root: The folder that contains the runs. By default that of the worker's environment.
     """
-    log, home = get_run_logger(), home_of(root)
+    log, home = get_run_logger(), cancellation.home_of(root)
     if (run is None) == (flow_run is None):
         raise SpecError(f"run={run}, flow_run={flow_run}: expected one of the two")
     # A flow run that is started again, such as after a pause, continues its own run.
-    if (own := find_supervised(home, str(current_flow_run.id))) is not None:
+    if (own := cancellation.find_supervised(home, str(current_flow_run.id))) is not None:
         return _supervise(own)
-    paths = find_run(home, run) if run else find_supervised(home, flow_run or "")
+    paths = find_run(home, run) if run else cancellation.find_supervised(home, flow_run or "")
     if paths is None:
         log.info("flow run %s supervised no run under %s", flow_run, home)
         return {"run": None, "state": None}
@@ -269,7 +262,7 @@ def verify(
         root: The folder that contains the runs. By default that of the worker's environment.
         by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
-    paths = find_run(home_of(root), run)
+    paths = find_run(cancellation.home_of(root), run)
     directory = verification.directory_to_verify(paths, choose_checkpoint(paths, checkpoint))
     facts = verification.verify(directory)
     verification.record(directory, facts, by=giver(by), writer=JOURNAL)
@@ -295,7 +288,7 @@ def prune(
         dry_run: Whether only to say what would be deleted.
         by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
-    log, home, pruner = get_run_logger(), home_of(root), giver(by)
+    log, home, pruner = get_run_logger(), cancellation.home_of(root), giver(by)
 
     def prune_one(paths: RunPaths) -> dict[str, Any]:
         facts = deletion.prune(paths, by=pruner, writer=JOURNAL, dry_run=dry_run)
@@ -339,7 +332,7 @@ def export(
             `latest`, `best` or `step-100`.
         root: The folder that contains the runs. By default that of the worker's environment.
     """
-    paths = find_run(home_of(root), run)
+    paths = find_run(cancellation.home_of(root), run)
     name = choose_checkpoint(paths, checkpoint)
     directory = verification.directory_to_verify(paths, name)
     return exports.export(directory, exports.ExportFormat(to), Path(output), writer=JOURNAL)
@@ -365,7 +358,7 @@ def drill(
     from holdfast_bench.live_drills.runner import drill_live
 
     log = get_run_logger()
-    paths = find_run(home_of(root), run)
+    paths = find_run(cancellation.home_of(root), run)
     require_own(paths)
     chosen = select_kinds(kinds or [], is_live=True, missing=())
     result = drill_live(paths, chosen, count, seed, tell=lambda text: log.info("%s", text))
@@ -388,7 +381,7 @@ def resume(
         root: The folder that contains the runs. By default that of the worker's environment.
         by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
-    log, home, resumer = get_run_logger(), home_of(root), giver(by)
+    log, home, resumer = get_run_logger(), cancellation.home_of(root), giver(by)
     chosen = [find_run(home, run)] if run else ready_runs(home)
 
     def resume_one(paths: RunPaths) -> None:
@@ -435,11 +428,11 @@ def sweep(
         members = members_of(spec, variants, gpus)
         for member in members:
             redactor.learn(member.spec.given)
-        many = Sweep(members, home_of(root), gpus, log, by=giver(by))
+        many = Sweep(members, cancellation.home_of(root), gpus, log, by=giver(by))
         try:
             done = many.run()
         except TerminationSignal:
-            if (found := find_cancelling(str(current_flow_run.id or ""))) is not None:
+            if (found := cancellation.find_cancelling(str(current_flow_run.id or ""))) is not None:
                 many.cancel(*cancelled_by(found))
             raise
     failed = [one["run"] for one in done["runs"] if one["state"] != RunState.COMPLETED]

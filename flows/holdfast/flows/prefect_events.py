@@ -162,8 +162,10 @@ class PrefectEvents:
         event = line.event
         facts = self._redactor.facts(event.data)
         run = self._run()
-        attempt = self._attempt(facts)
-        checkpoint = self._checkpoint(facts)
+        number = facts.get("attempt") or facts.get("after_attempt")
+        attempt = self._part(ATTEMPT, number, f"{run[NAME]} attempt {number}")
+        name = facts.get("checkpoint") or facts.get("to")
+        checkpoint = self._part(CHECKPOINT, name, f"{run[NAME]}:{name}")
         main = {ATTEMPT: attempt, CHECKPOINT: checkpoint}.get(subject(event)) or run
         labels = {
             f"{PREFIX}.{key}": str(facts[key])
@@ -192,22 +194,9 @@ class PrefectEvents:
             f"{PREFIX}.root": found.root,
         }
 
-    def _attempt(self, facts: Mapping[str, Any]) -> Labels | None:
-        number = facts.get("attempt") or facts.get("after_attempt")
-        if not number:
-            return None
-        found = self._record
-        return {
-            ID: f"{PREFIX}.attempt.{found.uid}.{number}",
-            NAME: f"{found.run} attempt {number}",
-        }
-
-    def _checkpoint(self, facts: Mapping[str, Any]) -> Labels | None:
-        name = facts.get("checkpoint") or facts.get("to")
-        if not name:
-            return None
-        found = self._record
-        return {ID: f"{PREFIX}.checkpoint.{found.uid}.{name}", NAME: f"{found.run}:{name}"}
+    def _part(self, kind: str, key: object, name: str) -> Labels | None:
+        """Return an attempt or a checkpoint of the run as a resource; None without a `key`."""
+        return {ID: f"{PREFIX}.{kind}.{self._record.uid}.{key}", NAME: name} if key else None
 
 
 def publish(paths: RunPaths) -> None:

@@ -39,7 +39,7 @@ from prefect.workers.base import (
     BaseWorker,
     BaseWorkerResult,
 )
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from holdfast.contracts.disk.paths import RunPaths, holdfast_home
 from holdfast.contracts.errors import HoldfastError, SchedulerUnavailableError
@@ -66,28 +66,8 @@ from holdfast.workers.schedulers.flow_places import (
 # The settings of a work pool of the type `holdfast`.
 
 
-class HoldfastConfiguration(BaseJobConfiguration):
-    """What one flow run's place is made of."""
-
-    place: Literal["process", "slurm"] = Field(default="process")
-    partition: str | None = Field(default=None)
-    account: str | None = Field(default=None)
-    qos: str | None = Field(default=None)
-    time_limit_min: int = Field(default=10_080)
-    memory_mb: int = Field(default=1024)
-    sbatch: str | None = Field(default=None)
-    working_dir: str | None = Field(default=None)
-
-    @property
-    def options(self) -> list[str]:
-        given = {"partition": self.partition, "account": self.account, "qos": self.qos}
-        chosen = [f"--{name}={value}" for name, value in given.items() if value]
-        limits = [f"--time={self.time_limit_min}", f"--mem={self.memory_mb}M"]
-        return [*chosen, *limits, *shlex.split(self.sbatch or "")]
-
-
-class HoldfastVariables(BaseVariables):
-    """The variables of a work pool, with their descriptions in Prefect's UI."""
+class _PlaceSettings(BaseModel):
+    """What one flow run's place is made of, with the descriptions in Prefect's UI."""
 
     place: Literal["process", "slurm"] = Field(
         default="process",
@@ -108,6 +88,21 @@ class HoldfastVariables(BaseVariables):
     working_dir: str | None = Field(
         default=None, description="Working directory of flows. Default: the worker's."
     )
+
+
+class HoldfastConfiguration(_PlaceSettings, BaseJobConfiguration):
+    """The settings of one flow run's place."""
+
+    @property
+    def options(self) -> list[str]:
+        given = {"partition": self.partition, "account": self.account, "qos": self.qos}
+        chosen = [f"--{name}={value}" for name, value in given.items() if value]
+        limits = [f"--time={self.time_limit_min}", f"--mem={self.memory_mb}M"]
+        return [*chosen, *limits, *shlex.split(self.sbatch or "")]
+
+
+class HoldfastVariables(_PlaceSettings, BaseVariables):
+    """The variables of a work pool."""
 
 
 # Asks Prefect about flow runs, and waits while its server is down.

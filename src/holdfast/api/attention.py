@@ -40,11 +40,12 @@ from holdfast.api.store import STEERING, IndexStore
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError, NotFoundError
+from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.records.alerts import KINDS
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.states import RunState
-from holdfast.lineage.queries.views import RunRow, iso, unix_time
+from holdfast.lineage.queries.views import RunRow, iso
 from holdfast.workers.nodes.heartbeats import (
     BEATS_MISSED_MAX,
     heartbeat_stamp,

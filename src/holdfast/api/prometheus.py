@@ -12,8 +12,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from holdfast.api.problems import LOG
 from holdfast.api.services import Services
 from holdfast.contracts.errors import LineageError
+from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.states import RunState
-from holdfast.lineage.queries import views
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 Row = Mapping[str, Any]
@@ -37,7 +37,7 @@ _RUN_METRICS: Final[tuple[tuple[str, str, Callable[[Row], float | None]], ...]] 
     (
         "run_committed_timestamp_seconds",
         "when the newest checkpoint was committed",
-        lambda row: views.unix_time(row["committed_at"]),
+        lambda row: unix_time(row["committed_at"]),
     ),
     ("run_ettr", "effective training time ratio", lambda row: row["goodput"].get("ettr")),
     ("run_steps_lost", "steps trained again", lambda row: row["goodput"].get("steps_lost")),

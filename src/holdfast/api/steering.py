@@ -11,10 +11,11 @@ from typing import Final
 from holdfast.api.schemas import OperatorRequest, Supervision
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.records.orders import fold_orders
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.states import AttemptState, RunState
-from holdfast.lineage.queries.views import RunView, unix_time
+from holdfast.lineage.queries.views import RunView
 from holdfast.workers.runs.operator import ACTIONS, problem_with_state
 
 # A flow that has just started imports Prefect before it takes the run's lock.

@@ -23,7 +23,6 @@ from holdfast.cli.shared.output import AsJson, RootOption, answer, echo, to_json
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.disk.rank_logs import RankLog, choose_attempt, rank_logs
 from holdfast.contracts.plain_text import plain_output
-from holdfast.contracts.records.attempt import Request, read_document
 from holdfast.contracts.redaction import read_masked
 
 FOLLOW_S_MAX: Final = 366 * 24 * 3600.0
@@ -341,15 +340,9 @@ def _follow(
 
 
 def _list_other_logs(attempt: AttemptPaths, rank: int | None) -> None:
-    places = [attempt.logs]
-    request = read_document(Request, attempt.request)
-    if request is not None and request.successor:
-        run = RunPaths(attempt.directory.parent.parent)
-        places.append(run.successor(request.successor).logs)
-    if request is not None and request.restart_of:
-        from holdfast.workers.runs.restarts import first_of
+    from holdfast.workers.runs.restarts import job_logs
 
-        places.append(first_of(attempt.run, request).logs)
+    places = dict.fromkeys((attempt.logs, job_logs(attempt)))
     others = [path for one in places for path in sorted(one.rglob("*")) if not path.is_dir()]
     listing = "".join(f"\n  {path}" for path in others[:20])
     who = "all ranks" if rank is None else f"rank {rank}"

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import partial
@@ -44,6 +43,7 @@ from holdfast.cli.supervise import supervisor_warning
 from holdfast.contracts.disk.mirrors import read_record
 from holdfast.contracts.disk.paths import RunPaths, has_spec, list_runs
 from holdfast.contracts.errors import NotFoundError, SpecError
+from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.spec.tags import problem_with_tags
 from holdfast.contracts.states import RunState
 
@@ -116,7 +116,7 @@ class RunChoice:
             RunSort.NAME: itemgetter("run"),
             RunSort.STATE: itemgetter("state"),
             RunSort.STEP: lambda row: -1 if row["step"] is None else -row["step"] - 2,
-            RunSort.ENDED: lambda row: -(seconds_of(row["ended_at"]) or 0.0),
+            RunSort.ENDED: lambda row: -(unix_time(row["ended_at"]) or 0.0),
         }
         return sorted(found, key=keys[self.sort]) if self.sort in keys else found
 
@@ -127,12 +127,8 @@ class RunChoice:
             and self.user in {None, row["created_by"]}
             and (not self.names or any(fnmatchcase(n, p) for n in own for p in self.names))
             and set(self.tags) <= set(row["tags"] or ())
-            and (self.since is None or (seconds_of(row["created_at"]) or 0.0) >= self.since)
+            and (self.since is None or (unix_time(row["created_at"]) or 0.0) >= self.since)
         )
-
-
-def seconds_of(moment: str | None) -> float | None:
-    return datetime.fromisoformat(moment).timestamp() if moment else None
 
 
 # `holdfast checkpoints --best METRIC`: a run's checkpoints by a logged metric.
@@ -370,7 +366,7 @@ def checkpoints(
         for row in read_index(read)
         if (not states or row["state"] in states)
         and (row["pinned"] or not pinned)
-        and (since is None or (seconds_of(row["committed_at"]) or 0.0) >= since)
+        and (since is None or (unix_time(row["committed_at"]) or 0.0) >= since)
     ]
     answer(rows, as_json, partial(_render_checkpoints, metric=best))
 

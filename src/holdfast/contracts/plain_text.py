@@ -1,8 +1,9 @@
-"""Text for people: numbers with nouns, and other users' text that is harmless in a terminal."""
+"""Text for people: numbers with nouns, times, and other users' text, harmless in a terminal."""
 
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from typing import Final
 
 # Control characters except tab and newline, and characters that change the writing direction.
@@ -29,6 +30,14 @@ def _escape(controls: re.Match[str]) -> str:
 def counted(number: int, noun: str) -> str:
     """Return `1 GPU` or `2 GPUs`: a number and a regular noun."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def unix_time(moment: str | None) -> float | None:
+    """Return the Unix seconds of an ISO 8601 text; None for None and for no time."""
+    try:
+        return datetime.fromisoformat(moment).timestamp() if moment else None
+    except ValueError:
+        return None
 
 
 def plain_line(text: object) -> str:

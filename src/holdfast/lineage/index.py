@@ -72,7 +72,6 @@ class Index:
             raise
 
     def close(self) -> None:
-        """Close the connections."""
         with self._lock:
             if self._database is not None:
                 self._database.close()

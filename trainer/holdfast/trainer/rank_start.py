@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from holdfast.contracts import environment
-from holdfast.trainer.process import child_signals, place, standby
+from holdfast.trainer.process import child_signals, standby
 
 
 def main(command: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ def main(command: Sequence[str]) -> None:
         standby.wait(standby_pipe)
     given_place = os.environ.pop(environment.PLACE, None)
     if given_place is not None:
-        place.take_place(given_place)
+        standby.take_place(given_place)
     run_program(command)
 
 

@@ -20,13 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
-from holdfast.contracts.records.topology import (
-    Degrees,
-    degrees_of,
-    fitting_counts,
-    problem_with_mesh,
-    rescale,
-)
+from holdfast.contracts.records import topology
 from holdfast.trainer.format.metadata import METADATA, open_checkpoint
 from holdfast.trainer.slots.slots import SLOTS_PER_RANK
 
@@ -66,9 +60,9 @@ def foresee(directory: Path, ranks: int) -> Shape:
         raise CheckpointError(
             f"{directory}: has no manifest, so it was never committed; name a committed checkpoint"
         )
-    now = degrees_of(manifest)
-    then = rescale(now, manifest, ranks)
-    problem = problem_with_mesh(manifest, ranks)
+    now = topology.degrees_of(manifest)
+    then = topology.rescale(now, manifest, ranks)
+    problem = topology.problem_with_mesh(manifest, ranks)
     then = then or now
     found = [open_checkpoint(folder).metadata for folder in stage_folders(directory)]
     stages = [weigh(metadata, now, then) for metadata in found]
@@ -79,7 +73,7 @@ def foresee(directory: Path, ranks: int) -> Shape:
         ranks=ranks,
         fits=problem is None,
         problem=problem,
-        counts=fitting_counts(manifest, now),
+        counts=topology.fitting_counts(manifest, now),
         parameters=largest["parameters"],
         gradients=largest["gradients"],
         optimizer=largest["optimizer"],
@@ -102,7 +96,7 @@ def stage_folders(directory: Path) -> list[Path]:
     return [path.parent for path in stages]
 
 
-def weigh(metadata: Metadata, now: Degrees, then: Degrees) -> dict[str, int]:
+def weigh(metadata: Metadata, now: topology.Degrees, then: topology.Degrees) -> dict[str, int]:
     """Return the bytes of one stage's largest rank, by part. `image` is its share of the files."""
     parts = dict.fromkeys(("parameters", "gradients", "optimizer", "other", "image"), 0)
     tensors = {
@@ -128,7 +122,7 @@ def weigh(metadata: Metadata, now: Degrees, then: Degrees) -> dict[str, int]:
     return parts
 
 
-def shard_bytes(entry: TensorStorageMetadata, now: Degrees, then: Degrees) -> int:
+def shard_bytes(entry: TensorStorageMetadata, now: topology.Degrees, then: topology.Degrees) -> int:
     """Return the bytes of one tensor's largest part under the degrees `then`.
 
     The number of saved chunks shows how the tensor was cut: by the data-parallel ranks, by the
@@ -150,7 +144,7 @@ def shard_bytes(entry: TensorStorageMetadata, now: Degrees, then: Degrees) -> in
     return whole // max(rows, 1) * -(-rows // parts)
 
 
-def _parts_then(chunks: int, now: Degrees, then: Degrees) -> int:
+def _parts_then(chunks: int, now: topology.Degrees, then: topology.Degrees) -> int:
     if now.model > 1 and chunks <= now.model and now.data != chunks:
         return chunks
     if now.model > 1 and chunks > max(now.model, now.data):

@@ -17,20 +17,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
+from holdfast.contracts import errors
 from holdfast.contracts.disk.filesystems import refresh
 from holdfast.contracts.disk.journal import GROWER, EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
-from holdfast.contracts.errors import (
-    HoldfastError,
-    NotFoundError,
-    OrdersChangedError,
-    RequestConflictError,
-    RunConflictError,
-    SchedulerError,
-    SchedulerUnavailableError,
-    SecretError,
-    ServiceError,
-)
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.attempt import SubmissionTry, read_document
 from holdfast.contracts.records.history import RunHistory
@@ -197,7 +187,7 @@ class Ingestion:
             try:
                 self._index.update(self._paths)
             # Disk is the truth, so a failed update can be repeated later.
-            except (HoldfastError, OSError) as error:
+            except (errors.HoldfastError, OSError) as error:
                 self._asked = None
                 self._failed(error)
             else:
@@ -304,7 +294,7 @@ class Supervisor:
                     return history
                 # Without a history, an order came meanwhile, and its command saw a supervisor.
                 time.sleep(SOON_S if wait_s is None else wait_s)
-        raise ServiceError(
+        raise errors.ServiceError(
             f"{self.paths.name} has not ended within {SUPERVISION_S_MAX:.0f} s, the limit of one "
             "supervisor. Submit the same spec again to start another."
         )
@@ -371,10 +361,10 @@ class Supervisor:
             history = self._history.load()
         try:
             turn = self._consumers.tend(history, journal)
-        except SchedulerError as error:
+        except errors.SchedulerError as error:
             self._warn_once("consumers", "consumers wait for the scheduler: %s", error)
             return (history.spec.supervision.poll_s if wait_s is None else wait_s), history
-        except (HoldfastError, ValueError) as error:
+        except (errors.HoldfastError, ValueError) as error:
             self._warn_once(str(error), "consumers were not started: %s", error)
             return wait_s, history
         self._warned.discard("consumers")
@@ -402,7 +392,7 @@ class Supervisor:
         try:
             for one in deletion.apply(self.paths, by="keep rules", writer=JOURNAL, history=history):
                 self.log.info("deleted %s: %s", one.name, one.reason)
-        except HoldfastError as error:
+        except errors.HoldfastError as error:
             self.log.warning("checkpoints were not pruned: %s", error)
         # If a checkpoint was committed meanwhile, the next turn prunes again.
         self._pruned_at = committed
@@ -427,15 +417,15 @@ class Supervisor:
                 wait_s = self._decide(history, journal)
             else:
                 self._tend(history, journal)
-        except SchedulerUnavailableError as error:
+        except errors.SchedulerUnavailableError as error:
             self._warn_once("scheduler", "the scheduler does not respond; waiting: %s", error)
-        except (OrdersChangedError, RequestConflictError) as error:
+        except (errors.OrdersChangedError, errors.RequestConflictError) as error:
             self.log.info("%s", error)
             wait_s = SOON_S
-        except RunConflictError as error:
+        except errors.RunConflictError as error:
             # A file system may show another supervisor's attempt late, so try again.
             self._warn_once("conflict", "%s", error)
-        except SchedulerError as error:
+        except errors.SchedulerError as error:
             self._warn_once(str(error), "%s", error)
         else:
             self._warned.discard("scheduler")
@@ -494,9 +484,9 @@ class Supervisor:
                 return
         try:
             resume_submission(self.paths, journal, self._absences)
-        except NotFoundError:
+        except errors.NotFoundError:
             abandon_reservation(attempt, journal)
-        except OrdersChangedError as error:
+        except errors.OrdersChangedError as error:
             _end_by_order(attempt, journal, str(error))
 
     def _grow(self, history: RunHistory) -> None:
@@ -570,7 +560,7 @@ class Supervisor:
             return Decision(action="wait", reason=problem)
         try:
             secrets.record(self.paths, refresh=False)
-        except SecretError as error:
+        except errors.SecretError as error:
             return Decision(action="wait", reason=f"secrets have no value: {error}")
         return decision
 
@@ -617,7 +607,7 @@ class Supervisor:
                 if self.is_acting and not self.is_leaving and history.state.is_live:
                     return None
                 self._lock.release()
-        except (RunConflictError, OSError) as error:
+        except (errors.RunConflictError, OSError) as error:
             self._warn_once("leave", "the run has ended, but its orders are locked: %s", error)
             return None
         if not self.is_leaving:

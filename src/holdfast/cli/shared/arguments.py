@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from holdfast.cli.shared.index import choose_root, locate_run
 from holdfast.contracts.disk.paths import LATEST, RunPaths, list_runs
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.records.checkpoint_choice import BEST
+from holdfast.contracts.spec.checkpoint import seconds_of
 
 Overrides = Annotated[
     list[str] | None,
@@ -46,8 +46,6 @@ COMPLETIONS_MAX: Final = 200
 # For --watch. ANSI: clear the screen, and move the cursor to its first line.
 WATCH_S: Final = 2.0
 CLEAR: Final = "\x1b[2J\x1b[H"
-_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-_SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def complete_run(context: typer.Context, incomplete: str) -> list[str]:
@@ -89,8 +87,8 @@ def parse_moment(text: str) -> float:
     A time without a zone is local. Raises `typer.BadParameter` for any other text.
     """
     try:
-        if match := _DURATION.fullmatch(text):
-            return time.time() - float(match[1]) * _SECONDS[match[2]]
+        if (ago_s := seconds_of(text)) is not None:
+            return time.time() - ago_s
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError, OSError):
         raise typer.BadParameter(

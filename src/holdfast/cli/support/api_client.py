@@ -71,7 +71,7 @@ class ApiClient:
     def __init__(self, url: str, token: str) -> None:
         """Raises `SpecError` for what is no HTTP address or no token."""
         parts = server_parts(url)
-        if not re.fullmatch(r"[\x21-\x7e]{1,200}", token):
+        if not is_token(token):
             raise SpecError(
                 "the token has blanks or control characters, or more than 200; give one"
             )

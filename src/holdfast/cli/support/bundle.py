@@ -20,18 +20,11 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, quote_plus
 
+from holdfast.contracts import errors
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.disk.rank_logs import rank_logs
 from holdfast.contracts.disk.reading import open_regular, read_bounded
-from holdfast.contracts.errors import (
-    ForeignFileError,
-    HoldfastError,
-    NotFoundError,
-    SchedulerError,
-    SchedulerUnavailableError,
-    UnreadableRunError,
-)
 from holdfast.contracts.records.attempt import RunRecord, Submission, read_document
 from holdfast.contracts.records.history import load_events
 from holdfast.contracts.redaction import (
@@ -208,7 +201,7 @@ class Archive:
                 return stream.read(length), start
         except FileNotFoundError:
             return None
-        except (OSError, ForeignFileError) as error:
+        except (OSError, errors.ForeignFileError) as error:
             self.leave_out(name, error)
             return None
 
@@ -268,7 +261,7 @@ def make_bundle(paths: RunPaths) -> Bundle:
     """
     record = read_document(RunRecord, paths.spec)
     if record is None:
-        raise UnreadableRunError(
+        raise errors.UnreadableRunError(
             f"{paths.spec}: missing or invalid. Without it, the values of the run's secrets are "
             "unknown, so nothing was written; restore the file first"
         )
@@ -320,7 +313,7 @@ def _documents(
                     found[name] = json.loads(content)
                 except FileNotFoundError:
                     continue
-                except (OSError, ForeignFileError, ValueError, RecursionError) as error:
+                except (OSError, errors.ForeignFileError, ValueError, RecursionError) as error:
                     left_out.append((name, error))
     return found
 
@@ -356,9 +349,9 @@ def _add_index(archive: Archive, paths: RunPaths) -> None:
     try:
         with open_index() as database:
             shown = run_queries.show_run(database, str(paths.directory))
-    except NotFoundError:
+    except errors.NotFoundError:
         archive.leave_out("index.json", "the index does not know the run")
-    except HoldfastError as error:
+    except errors.HoldfastError as error:
         archive.leave_out("index.json", error)
     else:
         archive.add_json("index.json", shown)
@@ -412,7 +405,7 @@ def _add_slurm(archive: Archive, paths: RunPaths, attempts: list[AttemptPaths]) 
     for one in [*([successor] if successor else []), *reversed(attempts)]:
         try:
             job = read_document(Submission, one.submission)
-        except (HoldfastError, OSError):
+        except (errors.HoldfastError, OSError):
             # The document itself is listed as left out.
             continue
         if job is not None and job.executor == "slurm":
@@ -424,17 +417,17 @@ def _add_slurm(archive: Archive, paths: RunPaths, attempts: list[AttemptPaths]) 
             continue
         try:
             archive.add_text(f"{name}.sacct.txt", accounting_text(job_id, job.submitted_at, ask))
-        except SchedulerUnavailableError as error:
+        except errors.SchedulerUnavailableError as error:
             archive.leave_out("slurm", error)
             return
-        except SchedulerError as error:
+        except errors.SchedulerError as error:
             archive.leave_out(f"{name}.sacct.txt", error)
         try:
             archive.add_text(f"{name}.scontrol.txt", controller_text(job_id, ask))
-        except SchedulerUnavailableError as error:
+        except errors.SchedulerUnavailableError as error:
             archive.leave_out("slurm", error)
             return
-        except SchedulerError as error:
+        except errors.SchedulerError as error:
             archive.leave_out(f"{name}.scontrol.txt", error)
 
 

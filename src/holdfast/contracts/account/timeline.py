@@ -5,7 +5,6 @@ The SQL index and the disk both provide the lines as `TimelineMark`s, so both gi
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from holdfast.contracts.account.goodput import Goodput, KnownSpans, account
 from holdfast.contracts.account.prices import prices_of
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.records.history import AttemptView, RunHistory
-from holdfast.contracts.records.tally import FINAL, Blocked, LaunchSpan, Span
+from holdfast.contracts.records.tally import FINAL, Blocked, LaunchSpan, Span, seconds_in
 from holdfast.contracts.states import Cause
 
 KINDS: Final = (
@@ -201,7 +200,7 @@ def _update(launch: LaunchSpan, mark: TimelineMark) -> LaunchSpan:
     if mark.kind == EventKind.LAUNCH_STARTED:
         return replace(launch, started_at=_known(launch.started_at, time))
     if mark.kind == EventKind.RESUMED:
-        load_s = _seconds(data.get("load_s"))
+        load_s = seconds_in(data.get("load_s"))
         return replace(
             launch,
             loads_from=_known(launch.loads_from, time - load_s if load_s else None),
@@ -210,22 +209,22 @@ def _update(launch: LaunchSpan, mark: TimelineMark) -> LaunchSpan:
         )
     if mark.kind == EventKind.STAGED:
         # A final save: the time after the last step belongs to the end of the attempt.
-        return replace(launch, trained_until=time - _seconds(data.get("blocked_s")))
+        return replace(launch, trained_until=time - seconds_in(data.get("blocked_s")))
     if mark.kind == EventKind.STOP_AGREED:
         return replace(launch, trained_until=_known(launch.trained_until, time))
     if mark.kind in {EventKind.HANG_SUSPECTED, EventKind.HANG_CLEARED}:
         # A later line says whether they trained meanwhile: of this kind, or the launch's end.
         is_open = mark.kind == EventKind.HANG_SUSPECTED and "all_silent_s" in data
-        since = time - _seconds(data.get("all_silent_s"))
+        since = time - seconds_in(data.get("all_silent_s"))
         return replace(launch, silent_from=since if is_open else None)
     if mark.kind == EventKind.HANG_CONFIRMED:
         silent = data.get("silent")
         ranks = [r for r in silent if isinstance(r, dict)] if isinstance(silent, list) else []
-        longest_s = max((_seconds(r.get("silent_s")) for r in ranks), default=0.0)
+        longest_s = max((seconds_in(r.get("silent_s")) for r in ranks), default=0.0)
         return replace(launch, hangs_from=_known(launch.hangs_from, time - longest_s))
     last_step = _whole(data.get("last_step"))
-    until = _seconds(data.get("trained_until")) or None
-    hangs_from = _known(launch.hangs_from, _seconds(data.get("hangs_from")) or None)
+    until = seconds_in(data.get("trained_until")) or None
+    hangs_from = _known(launch.hangs_from, seconds_in(data.get("hangs_from")) or None)
     trained_until = _known(launch.trained_until, until)
     if hangs_from is not None and until is not None and hangs_from < trained_until:
         # Silent ranks did not stop when they were asked to.
@@ -247,7 +246,7 @@ def _is_hold(mark: TimelineMark) -> bool:
 
 def _hold(mark: TimelineMark) -> list[tuple[float, float]]:
     """Return the period for which a save blocked training, if any."""
-    began = mark.time - _seconds(mark.data.get("blocked_s"))
+    began = mark.time - seconds_in(mark.data.get("blocked_s"))
     return [(began, mark.time)] if began < mark.time else []
 
 
@@ -257,10 +256,3 @@ def _known(former: Any, new: Any) -> Any:
 
 def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _seconds(value: object) -> float:
-    """Return `value` as a duration or time; 0 if it is neither."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return 0.0
-    return float(value) if 0 <= value < math.inf else 0.0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, TypeVar
 
 from holdfast.contracts.disk.digests import range_digest
 from holdfast.contracts.disk.manifest import FileEntry, Manifest, files_folder
@@ -18,6 +18,7 @@ READERS_MAX: Final = 4
 UNREADABLE: Final = "cannot be read: "
 # The problems of each damaged file, by path.
 Problems = dict[str, list[str]]
+T = TypeVar("T")
 _EntrySpan = tuple[FileEntry, tuple[int, int, str]]
 
 
@@ -50,7 +51,9 @@ def find_problems(
     `share` is (number, how many). Shares are equally large, to within one block. A file belongs to
     each share that has one of its blocks, and an empty file to one share.
     """
-    own = _share_of(manifest.files, *share)
+    every = [(entry, span) for entry in manifest.files for span in entry.spans()]
+    # By bytes and not by files, so that ranks can divide one long file, see decision 58.
+    own = share_of(every, [size for _, (_, size, _) in every], *share)
     try:
         # The folder is held open, so all files come from the same one even if its name is moved
         # meanwhile.
@@ -102,15 +105,13 @@ def word_for(damaged: Iterable[str]) -> str:
     return "unreadable" if is_unreadable else "damaged"
 
 
-def _share_of(entries: Iterable[FileEntry], number: int, count: int) -> list[_EntrySpan]:
-    """Return the spans that belong to one share: those that begin in its part of all bytes."""
-    every = [(entry, span) for entry in entries for span in entry.spans()]
-    total = max(1, sum(size for _, (_, size, _) in every))
-    starts = accumulate((size for _, (_, size, _) in every), initial=0)
-    # By bytes and not by files, so that ranks can divide one long file, see decision 58.
+def share_of(items: Sequence[T], sizes: Sequence[int], number: int, count: int) -> list[T]:
+    """Return the items of share `number` of `count`: those that begin in its part of all bytes."""
+    total = max(1, sum(sizes))
+    starts = accumulate(sizes, initial=0)
     return [
         one
-        for one, start in zip(every, starts, strict=False)
+        for one, start in zip(items, starts, strict=False)
         if min(start * count // total, count - 1) == number
     ]
 

@@ -22,18 +22,7 @@ from typing import Annotated, Any, BinaryIO, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from holdfast.contracts.disk.bounds import (
-    BYTES_MAX,
-    INTEGER_MAX,
-    NUMBER_MAX,
-    RANKS_MAX,
-    STEP_MAX,
-    TIME_MAX,
-    Moment,
-    Name,
-    has_long_number,
-    problem_with_numbers,
-)
+from holdfast.contracts.disk import bounds
 from holdfast.contracts.disk.durable import fsync_directory, make_directory
 from holdfast.contracts.disk.file_locks import open_lock, release, wait_for_lock
 from holdfast.contracts.disk.filesystems import fetch_attributes
@@ -49,13 +38,13 @@ from holdfast.contracts.states import AttemptState
 
 # Whole numbers and the largest absolute value of each.
 _WHOLE: Final[Mapping[str, int]] = {
-    **dict.fromkeys(("step", "first_step", "last_step"), STEP_MAX),
-    **dict.fromkeys(("committed_step", "newest_step"), STEP_MAX),
-    **dict.fromkeys(("attempt", "launch", "after_attempt", "node", "rank"), NUMBER_MAX),
-    **dict.fromkeys(("count", "pid", "rounds", "exit_code", "place"), NUMBER_MAX),
-    **dict.fromkeys(("order", "overtakes", "successor", "start", "tries"), NUMBER_MAX),
-    **dict.fromkeys(("world_size", "gpus"), RANKS_MAX),
-    "bytes": BYTES_MAX,
+    **dict.fromkeys(("step", "first_step", "last_step"), bounds.STEP_MAX),
+    **dict.fromkeys(("committed_step", "newest_step"), bounds.STEP_MAX),
+    **dict.fromkeys(("attempt", "launch", "after_attempt", "node", "rank"), bounds.NUMBER_MAX),
+    **dict.fromkeys(("count", "pid", "rounds", "exit_code", "place"), bounds.NUMBER_MAX),
+    **dict.fromkeys(("order", "overtakes", "successor", "start", "tries"), bounds.NUMBER_MAX),
+    **dict.fromkeys(("world_size", "gpus"), bounds.RANKS_MAX),
+    "bytes": bounds.BYTES_MAX,
 }
 _TEXT: Final = frozenset(
     {
@@ -142,10 +131,10 @@ def _fits(name: str, value: Any) -> bool:
     if name in _TEXTS:
         return _are_texts(value)
     if name.endswith("_at"):
-        return kind in {int, float} and 0 <= value <= TIME_MAX
+        return kind in {int, float} and 0 <= value <= bounds.TIME_MAX
     if name.endswith("_s"):
         # The clocks of two machines may differ by any time.
-        return kind in {int, float} and abs(value) <= TIME_MAX
+        return kind in {int, float} and abs(value) <= bounds.TIME_MAX
     return True
 
 
@@ -159,7 +148,7 @@ def _are_texts(value: Any) -> bool:
 
 def _is_pair(value: Any) -> bool:
     is_pair = isinstance(value, list) and len(value) == 2
-    return is_pair and all(type(item) is int and abs(item) <= STEP_MAX for item in value)
+    return is_pair and all(type(item) is int and abs(item) <= bounds.STEP_MAX for item in value)
 
 
 TAIL_BYTES: Final = 64 * 1024
@@ -248,10 +237,10 @@ class Event(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    writer: Name
-    opening: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
-    sequence: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
-    time: Moment
+    writer: bounds.Name
+    opening: Annotated[int, Field(ge=0, le=bounds.INTEGER_MAX)]
+    sequence: Annotated[int, Field(ge=0, le=bounds.INTEGER_MAX)]
+    time: bounds.Moment
     # Kinds of newer versions are kept as strings. This version does not use them.
     kind: Annotated[
         EventKind | Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")],
@@ -481,6 +470,8 @@ def _parse(content: bytes) -> Iterator[Event]:
             continue
         # `data` may contain anything, and an integer of more than 64 bits fits into no database
         # column.
-        is_long = has_long_number(line) and problem_with_numbers(event.data) is not None
+        is_long = (
+            bounds.has_long_number(line) and bounds.problem_with_numbers(event.data) is not None
+        )
         if not is_long and problem_with_facts(event.kind, event.data) is None:
             yield event

@@ -22,30 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from holdfast.contracts.disk.bounds import (
-    BYTES_MAX,
-    NUMBER_MAX,
-    RANKS_MAX,
-    REAL_MAX,
-    STEP_MAX,
-    ByteCount,
-    FilePath,
-    Moment,
-    Name,
-    Real,
-    Seconds,
-    Step,
-    Text,
-    problem_with_numbers,
-)
-from holdfast.contracts.disk.digests import (
-    DIGEST_HEX,
-    Content,
-    FileChecksum,
-    checksum_of_blocks,
-    digest_of,
-    document_digest,
-)
+from holdfast.contracts.disk import bounds, digests
 from holdfast.contracts.disk.durable import create_bytes, fsync_directory, make_directory, to_json
 from holdfast.contracts.disk.filesystems import is_there
 from holdfast.contracts.disk.paths import (
@@ -162,14 +139,14 @@ class FileEntry(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: FilePath
-    bytes: ByteCount
-    checksum: Name
-    block_bytes: ByteCount = 0
-    blocks: Text = ""
+    path: bounds.FilePath
+    bytes: bounds.ByteCount
+    checksum: bounds.Name
+    block_bytes: bounds.ByteCount = 0
+    blocks: bounds.Text = ""
 
     @classmethod
-    def of(cls, path: str, size_bytes: int, checksum: FileChecksum) -> Self:
+    def of(cls, path: str, size_bytes: int, checksum: digests.FileChecksum) -> Self:
         """Return the entry of a file whose bytes have all been added to `checksum`."""
         whole, blocks = checksum.finish()
         return cls(
@@ -188,17 +165,17 @@ class FileEntry(BaseModel):
             (
                 start,
                 min(self.block_bytes, self.bytes - start),
-                self.blocks[index * DIGEST_HEX : (index + 1) * DIGEST_HEX],
+                self.blocks[index * digests.DIGEST_HEX : (index + 1) * digests.DIGEST_HEX],
             )
             for index, start in enumerate(range(0, self.bytes, self.block_bytes))
         ]
 
-    def difference(self, content: Content) -> str | None:
+    def difference(self, content: digests.Content) -> str | None:
         """Return how a file's whole content differs from this entry as text, or None."""
         if len(content) != self.bytes:
             return f"{len(content)} bytes, expected {self.bytes}"
         for start, size, expected in self.spans():
-            if (found := digest_of(content[start : start + size])) != expected:
+            if (found := digests.digest_of(content[start : start + size])) != expected:
                 return self.describe(start, found)
         return None
 
@@ -222,12 +199,13 @@ class FileEntry(BaseModel):
         if not self.blocks and not self.block_bytes:
             return self
         blocks = -(-self.bytes // self.block_bytes) if self.block_bytes else 0
-        if len(self.blocks) != blocks * DIGEST_HEX:
+        if len(self.blocks) != blocks * digests.DIGEST_HEX:
             raise ValueError(
                 f"{self.path}: {len(self.blocks)} characters of block digests, expected "
-                f"{blocks * DIGEST_HEX} for {self.bytes} bytes in blocks of {self.block_bytes}"
+                f"{blocks * digests.DIGEST_HEX} for {self.bytes} bytes in blocks of "
+                f"{self.block_bytes}"
             )
-        if checksum_of_blocks(self.blocks) != self.checksum:
+        if digests.checksum_of_blocks(self.blocks) != self.checksum:
             raise ValueError(f"{self.path}: its checksum does not match its block digests")
         return self
 
@@ -238,40 +216,40 @@ class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     format: Literal[1] = 1
-    run_uid: Name
-    run: Name
-    name: Name = Field(description="the checkpoint's directory name")
-    step: Annotated[int, Field(ge=0, le=STEP_MAX)]
-    attempt: Annotated[int, Field(ge=0, le=NUMBER_MAX)]
-    launch: Annotated[int, Field(ge=0, le=NUMBER_MAX)]
-    world_size: Annotated[int, Field(ge=1, le=RANKS_MAX)]
-    parent: Name | None = Field(
+    run_uid: bounds.Name
+    run: bounds.Name
+    name: bounds.Name = Field(description="the checkpoint's directory name")
+    step: Annotated[int, Field(ge=0, le=bounds.STEP_MAX)]
+    attempt: Annotated[int, Field(ge=0, le=bounds.NUMBER_MAX)]
+    launch: Annotated[int, Field(ge=0, le=bounds.NUMBER_MAX)]
+    world_size: Annotated[int, Field(ge=1, le=bounds.RANKS_MAX)]
+    parent: bounds.Name | None = Field(
         default=None, description="id of the checkpoint before this one, `run:directory`"
     )
-    reason: Name = Field(
+    reason: bounds.Name = Field(
         default="interval", description="interval, final, crash, request, notice or import"
     )
-    command_digest: Name = ""
+    command_digest: bounds.Name = ""
     checksum_algorithm: Literal["xxh3_128"] = "xxh3_128"
     files: tuple[FileEntry, ...]
-    source: FilePath | None = Field(
+    source: bounds.FilePath | None = Field(
         default=None,
         description="folder of the files that the program wrote itself; None: the checkpoint's own",
     )
-    blocked_s: Seconds = Field(
+    blocked_s: bounds.Seconds = Field(
         default=0.0, description="seconds for which the save blocked the slowest rank"
     )
-    flush_s: Seconds = Field(
+    flush_s: bounds.Seconds = Field(
         default=0.0, description="seconds from the seal to the last data fsync"
     )
-    staged_at: Moment = 0.0
-    committed_at: Moment
+    staged_at: bounds.Moment = 0.0
+    committed_at: bounds.Moment
     versions: dict[str, str] = Field(default_factory=dict)
     topology: dict[str, Any] = Field(default_factory=dict)
-    skips: tuple[tuple[Step, Step], ...] = Field(
+    skips: tuple[tuple[bounds.Step, bounds.Step], ...] = Field(
         default=(), description="skipped data: [first_step, steps]"
     )
-    metrics: dict[str, Real] = Field(
+    metrics: dict[str, bounds.Real] = Field(
         default_factory=dict, description="finite values only, because JSON has no others"
     )
     is_placed: bool = Field(
@@ -284,14 +262,14 @@ class Manifest(BaseModel):
         if len({entry.path for entry in value}) < len(value):
             ((twice, count),) = Counter(entry.path for entry in value).most_common(1)
             raise ValueError(f"{twice!r} is listed {counted(count, 'time')}, expected once")
-        if (total := sum(entry.bytes for entry in value)) > BYTES_MAX:
-            raise ValueError(f"{total} bytes in all files, expected at most {BYTES_MAX}")
+        if (total := sum(entry.bytes for entry in value)) > bounds.BYTES_MAX:
+            raise ValueError(f"{total} bytes in all files, expected at most {bounds.BYTES_MAX}")
         return value
 
     @field_validator("topology")
     @classmethod
     def _topology_is_bounded(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if problem := problem_with_numbers(value):
+        if problem := bounds.problem_with_numbers(value):
             raise ValueError(problem)
         return value
 
@@ -305,7 +283,7 @@ class Manifest(BaseModel):
             name: number
             for name, number in value.items()
             if number is not None
-            and (not isinstance(number, float | int) or abs(number) <= REAL_MAX)
+            and (not isinstance(number, float | int) or abs(number) <= bounds.REAL_MAX)
         }
 
     @property
@@ -321,13 +299,13 @@ class Manifest(BaseModel):
     @property
     def checksum(self) -> str:
         """The SHA-256 of the file table. Equal checksums mean equal contents."""
-        return document_digest(sorted((e.path, e.bytes, e.checksum) for e in self.files))
+        return digests.document_digest(sorted((e.path, e.bytes, e.checksum) for e in self.files))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's bytes on disk: JSON that ends with the digest of all bytes before."""
     body = to_json(manifest.model_dump(mode="json")).removesuffix(b"\n}\n")
-    return body + f',\n "digest": "{digest_of(body)}"\n}}\n'.encode()
+    return body + f',\n "digest": "{digests.digest_of(body)}"\n}}\n'.encode()
 
 
 def _read(path: str, directory: Path) -> bytes | None:
@@ -399,7 +377,7 @@ def _check_digest(path: str, content: bytes) -> None:
     Manifests of earlier versions have no digest.
     """
     found = _DIGEST.search(content, max(0, len(content) - DIGEST_SEARCH_BYTES))
-    if found and digest_of(memoryview(content)[: found.start()]).encode() != found[1]:
+    if found and digests.digest_of(memoryview(content)[: found.start()]).encode() != found[1]:
         problem = "its bytes do not match the digest at its end"
         raise DamagedCheckpointError(
             f"{path}: {problem}; it has changed since the commit",

@@ -28,18 +28,8 @@ from typing import Any, Final, TypeVar
 from holdfast.contracts.disk.durable import to_json, write_bytes
 from holdfast.contracts.disk.filesystems import is_there
 from holdfast.contracts.errors import AgreementError, MissingNodesError
+from holdfast.contracts.node import handshake
 from holdfast.contracts.node.clocks import GAP_S_MAX, Timeout
-from holdfast.contracts.node.handshake import (
-    MESSAGE_BYTES_MAX,
-    Decoder,
-    LineSocket,
-    Proof,
-    encode,
-    listen,
-    own_addresses,
-    read_address,
-    set_options,
-)
 from holdfast.contracts.node.rank_status import Proposal
 
 # Node 0's connections to all other nodes, served by one thread.
@@ -204,8 +194,8 @@ class NodeConnection(asyncio.Protocol):
         # Whether it ended because nothing arrived any more.
         self.is_silent = False
         self._switchboard = switchboard
-        self._decoder = Decoder(HELLO_BYTES_MAX)
-        self._proof = Proof(switchboard.token, is_host=True)
+        self._decoder = handshake.Decoder(HELLO_BYTES_MAX)
+        self._proof = handshake.Proof(switchboard.token, is_host=True)
         self._take = self._take_opening
         self._asked = 0
         self._open: dict[int, Question] = {}
@@ -216,7 +206,7 @@ class NodeConnection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         with contextlib.suppress(OSError):
-            set_options(transport.get_extra_info("socket"))
+            handshake.set_options(transport.get_extra_info("socket"))
         self._switchboard.opened(self)
         self.send(self._proof.opening)
 
@@ -236,7 +226,7 @@ class NodeConnection(asyncio.Protocol):
         self._switchboard.ended(self, is_closed=True)
 
     def send(self, message: dict[str, Any]) -> None:
-        self._transport.write(encode(message))
+        self._transport.write(handshake.encode(message))
 
     def ask(self, question: Question) -> None:
         """Send a question. An ended connection refuses it with `ConnectionError`."""
@@ -292,7 +282,7 @@ class NodeConnection(asyncio.Protocol):
         self._take = self._take_hello
 
     def _take_hello(self, message: dict[str, Any]) -> None:
-        self._decoder.bytes_max = MESSAGE_BYTES_MAX
+        self._decoder.bytes_max = handshake.MESSAGE_BYTES_MAX
         self._take = self._take_answer
         self._switchboard.admit(self, message)
         self.hello = message
@@ -393,13 +383,13 @@ class ChannelHost:
         the host's name and its addresses.
         """
         token, backlog = secrets.token_bytes(32), max(nodes, BACKLOG_MIN)
-        listener = listen(ports, backlog)
+        listener = handshake.listen(ports, backlog)
         self.port = int(listener.getsockname()[1])
         self.nodes = nodes
         self.peers: dict[int, Peer] = {}
         self._take: TakeMessage | None = None
         self._early: deque[tuple[dict[str, Any], dict[str, Any]]] = deque()
-        reached_at = list(addresses or own_addresses())
+        reached_at = list(addresses or handshake.own_addresses())
         document = {"addresses": reached_at, "port": self.port, "token": token.hex()}
         write_bytes(path, to_json(document), mode=0o600)
         self._switchboard = Switchboard(listener, backlog, token, self._admit, self._take_message)
@@ -506,7 +496,7 @@ class ChannelMember:
             raise ConnectionError(f"node 0 is gone: {error}") from error
 
 
-def _join(path: Path, hello: dict[str, Any], timeout_s: float) -> tuple[LineSocket, str]:
+def _join(path: Path, hello: dict[str, Any], timeout_s: float) -> tuple[handshake.LineSocket, str]:
     """Return a connection on which node 0 has admitted this node, and node 0's address."""
     timeout = Timeout(timeout_s)
     problem = f"{path} does not exist"
@@ -515,7 +505,7 @@ def _join(path: Path, hello: dict[str, Any], timeout_s: float) -> tuple[LineSock
             if not is_there(path):
                 time.sleep(POLL_S)
                 continue
-            addresses, port, token = read_address(path)
+            addresses, port, token = handshake.read_address(path)
         except STRANGE as error:
             problem = str(error)
             time.sleep(POLL_S)
@@ -533,9 +523,9 @@ def _join(path: Path, hello: dict[str, Any], timeout_s: float) -> tuple[LineSock
     )
 
 
-def _call_up(address: str, port: int, token: bytes, hello: dict[str, Any]) -> LineSocket:
-    line = LineSocket(socket.create_connection((address, port), timeout=DIAL_TIMEOUT_S))
-    proof, timeout = Proof(token, is_host=False), Timeout(HANDSHAKE_TIMEOUT_S)
+def _call_up(address: str, port: int, token: bytes, hello: dict[str, Any]) -> handshake.LineSocket:
+    line = handshake.LineSocket(socket.create_connection((address, port), timeout=DIAL_TIMEOUT_S))
+    proof, timeout = handshake.Proof(token, is_host=False), Timeout(HANDSHAKE_TIMEOUT_S)
     try:
         line.send(proof.opening, timeout)
         line.send(proof.answer(_take(line, timeout)), timeout)
@@ -552,7 +542,7 @@ def _call_up(address: str, port: int, token: bytes, hello: dict[str, Any]) -> Li
     return line
 
 
-def _take(line: LineSocket, timeout: Timeout) -> dict[str, Any]:
+def _take(line: handshake.LineSocket, timeout: Timeout) -> dict[str, Any]:
     """Return the next message of a handshake. Raises `TimeoutError` if it is late."""
     message = line.receive(timeout)
     if message is None:

@@ -86,7 +86,8 @@ class KeptSlots:
         flusher writes a file before the steps that were sealed after it.
         """
         with self._lock:
-            for (rank, slot, launch), handle in sorted(self._handles.items(), key=_slot_number):
+            by_slot = sorted(self._handles.items(), key=lambda item: item[0][1])
+            for (rank, slot, launch), handle in by_slot:
                 facts = {"rank": rank, "slot": slot, "launch": launch}
                 with contextlib.suppress(OSError):
                     wire.send(connection, "kept", descriptors=(handle,), **facts)
@@ -96,7 +97,3 @@ class KeptSlots:
         with self._lock:
             for key in [key for key in self._handles if key[2] <= launch]:
                 os.close(self._handles.pop(key))
-
-
-def _slot_number(item: tuple[tuple[int, int, int], int]) -> int:
-    return item[0][1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, Literal
@@ -118,10 +118,10 @@ def use_in(facts: Mapping[str, Any], at: float) -> Use | None:
     )
 
 
-def open_uses(events: Iterable[Event]) -> Iterator[Use]:
-    """Yield what still needs its checkpoint, in the order in which it became due."""
-    found = [one for one in uses_in(events).values() if one.state.is_open]
-    yield from sorted(found, key=lambda one: (one.at, one.consumer, one.step))
+def open_uses(uses: Mapping[tuple[str, str], Use]) -> list[Use]:
+    """Return what still needs its checkpoint, in the order in which it became due."""
+    found = [one for one in uses.values() if one.state.is_open]
+    return sorted(found, key=lambda one: (one.at, one.consumer, one.step))
 
 
 def read_metrics(paths: ConsumerPaths) -> dict[str, float]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.states import AttemptState
 
@@ -53,7 +53,7 @@ def trained_in_view(view: Mapping[str, Any], now: float | None = None) -> list[T
     watched = bool(program.get("checkpoints")) or view["step"] is not None
     found = []
     for one in view["attempts"]:
-        began, ended = _seconds(one["started_at"]), _seconds(one["ended_at"])
+        began, ended = unix_time(one["started_at"]), unix_time(one["ended_at"])
         signs = (one["first_step"], one["committed_step"], one["resumed_step"])
         saves = watched or any(sign is not None for sign in signs)
         found.append(Trained(one["state"], saves, began and (ended or now) - began))
@@ -86,11 +86,3 @@ def why_nothing_is_saved(attempts: Sequence[Trained]) -> str:
     if any(one.state == AttemptState.COMPLETED for one in attempts):
         return "the program has no Session, so nothing is saved"
     return "no rank has opened a Session so far, so nothing is saved"
-
-
-def _seconds(moment: str | None) -> float | None:
-    """Return the Unix seconds of a time in the index; None for a text that is no time."""
-    try:
-        return None if moment is None else datetime.fromisoformat(moment).timestamp()
-    except ValueError:
-        return None

@@ -8,6 +8,7 @@ age. It keeps the lines of the other kinds, from which decisions are made: a few
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -220,7 +221,7 @@ class Tally:
         # Training does not continue after the last save, so its time is not added to the others.
         if number is None or launch is None or event.data.get("reason") == FINAL:
             return True
-        length_s = _seconds(event.data.get("blocked_s"))
+        length_s = seconds_in(event.data.get("blocked_s"))
         found = Blocked(event.time - length_s, event.time, length_s, int(length_s > 0))
         former = self.blocked.get((number, launch))
         self.blocked[number, launch] = found if former is None else former.plus(found)
@@ -289,6 +290,8 @@ def _or_below(step: int | None) -> float:
     return -2.0 if step is None else step
 
 
-def _seconds(value: Any) -> float:
-    """Return the seconds of a fact; 0 without a valid one."""
-    return float(value) if value is not None and value > 0 else 0.0
+def seconds_in(value: object) -> float:
+    """Return `value` as a duration or time; 0 if it is neither."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0.0
+    return float(value) if 0 <= value < math.inf else 0.0

@@ -154,11 +154,6 @@ def fitting_counts(
     return tuple(sorted(nearest))
 
 
-def has_mesh(manifest: SavedTopology) -> bool:
-    """Return False if the manifest has no mesh, as that of an imported checkpoint may."""
-    return "mesh" in manifest.topology
-
-
 def _mesh_of(manifest: SavedTopology) -> Mapping[str, int]:
     """Return dimension names and sizes; empty if nothing was sharded or it was not recorded."""
     mesh: Mapping[str, int] = manifest.topology.get("mesh") or {}

@@ -75,14 +75,14 @@ class Keep(SpecPart):
     @field_validator("ttl")
     @classmethod
     def _ttl_is_a_duration(cls, value: str | None) -> str | None:
-        if value is not None and not _seconds(value):
+        if value is not None and not seconds_of(value):
             raise ValueError(f"{value!r}: expected a duration such as '12h' or '7d'")
         return value
 
     @property
     def ttl_s(self) -> float | None:
         """The time to live in seconds."""
-        return _seconds(self.ttl) if self.ttl else None
+        return seconds_of(self.ttl) if self.ttl else None
 
     @property
     def is_limited(self) -> bool:
@@ -174,7 +174,7 @@ class Checkpointing(SpecPart):
         if isinstance(value, int):
             if value < 1:
                 raise ValueError(f"{value} steps: expected 1 or more")
-        elif value != "auto" and not _seconds(value):
+        elif value != "auto" and not seconds_of(value):
             raise ValueError(
                 f"{value!r}: expected steps (50), a time above 0 ('300s', '10m') or 'auto'"
             )
@@ -245,7 +245,7 @@ class Checkpointing(SpecPart):
     @property
     def interval_s(self) -> float | None:
         """The interval in seconds; None unless it was given as a time."""
-        return _seconds(str(self.interval))
+        return seconds_of(str(self.interval))
 
 
 def write_limit(env: Mapping[str, str] = os.environ) -> int | None:
@@ -282,7 +282,7 @@ def doubling_steps(env: Mapping[str, str] = os.environ) -> int | None:
     return int(given)
 
 
-def _seconds(text: str) -> float | None:
+def seconds_of(text: str) -> float | None:
     """Return a duration such as `10m` in seconds; None if invalid or longer than 30 years."""
     match = DURATION.fullmatch(text)
     seconds = float(match[1]) * _SECONDS[match[2]] if match else inf

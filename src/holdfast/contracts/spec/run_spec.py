@@ -17,25 +17,16 @@ from holdfast.contracts.disk.digests import document_digest
 from holdfast.contracts.disk.paths import SPEC_NAME
 from holdfast.contracts.environment import KEYS_OF_VARIABLES, S3_ENDPOINT
 from holdfast.contracts.plain_text import counted
+from holdfast.contracts.spec import sections
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.spec.consumers import CONSUMERS_MAX, Consumer, problem_with_names
 from holdfast.contracts.spec.effects import problems_of_effects, written_keys
 from holdfast.contracts.spec.part import SpecPart, is_recorded
 from holdfast.contracts.spec.resources import NodeShare, Resources, share_of
 from holdfast.contracts.spec.secrets import EnvironmentValue, SecretReference
-from holdfast.contracts.spec.sections import (
-    Alerts,
-    Blocks,
-    Cost,
-    Elastic,
-    Health,
-    Launch,
-    Program,
-    Supervision,
-)
 from holdfast.contracts.spec.steps_total import problem_with_steps
 from holdfast.contracts.spec.tags import problem_with_tags
-from holdfast.contracts.spec.written import sources_of
+from holdfast.contracts.spec.written import keys_of, source_of
 
 _OWN = "HOLDFAST_"
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -75,16 +66,16 @@ class RunSpec(SpecPart):
         "Holdfast shows progress against it, and reports a program that exits before it as "
         "incomplete",
     )
-    launch: Launch = Launch()
-    program: Program = Program()
+    launch: sections.Launch = sections.Launch()
+    program: sections.Program = sections.Program()
     resources: Resources = Resources()
-    elastic: Elastic = Elastic()
+    elastic: sections.Elastic = sections.Elastic()
     checkpoint: Checkpointing = Checkpointing()
-    supervision: Supervision = Supervision()
-    health: Health = Health()
-    cost: Cost = Cost()
-    alerts: Alerts = Alerts()
-    blocks: Blocks = Blocks()
+    supervision: sections.Supervision = sections.Supervision()
+    health: sections.Health = sections.Health()
+    cost: sections.Cost = sections.Cost()
+    alerts: sections.Alerts = sections.Alerts()
+    blocks: sections.Blocks = sections.Blocks()
     on: Annotated[tuple[Consumer, ...], Field(max_length=CONSUMERS_MAX)] = Field(
         default=(),
         description="consumers: commands that are started for committed checkpoints, such as "
@@ -239,7 +230,8 @@ class RunSpec(SpecPart):
     @property
     def sources(self) -> dict[str, str]:
         """Where each key that somebody wrote comes from, by dotted names: see `written`."""
-        return sources_of(self, self._origins)
+        keys = keys_of(self, written=True)
+        return {key: source_of(key, self._origins) for key, _ in keys}
 
     @property
     def origins(self) -> dict[str, str]:

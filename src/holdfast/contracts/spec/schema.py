@@ -7,7 +7,7 @@ values out of bounds. Rules about several keys are only in the models, and `hold
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from pydantic.json_schema import GenerateJsonSchema
@@ -76,9 +76,4 @@ def _describe_secrets(schema: dict[str, Any]) -> None:
 
 def _text(value: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a key's schema that describes text."""
-    return next(one for one in _choices(value) if one.get("type") == "string")
-
-
-def _choices(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield value
-    yield from value.get("anyOf", ())
+    return next(one for one in (value, *value.get("anyOf", ())) if one.get("type") == "string")

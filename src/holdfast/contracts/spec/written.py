@@ -83,11 +83,6 @@ def source_of(key: str, origins: Mapping[str, str]) -> str:
     return above or inside or SPEC
 
 
-def sources_of(spec: SpecPart, origins: Mapping[str, str]) -> dict[str, str]:
-    """Return where each written key of `spec` comes from."""
-    return {key: source_of(key, origins) for key, _ in keys_of(spec, written=True)}
-
-
 def settings_of(spec: SpecPart, sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return the `value` of each key of `spec`, as in JSON, and its `source`."""
     document, found = spec.model_dump(mode="json"), {}

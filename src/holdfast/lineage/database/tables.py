@@ -386,6 +386,8 @@ EVENTS: Final = _table(
     Index(None, "run_uid", "time", "journal", "opening", "sequence"),
     Index(None, "run_uid", "kind", "time"),
 )
+# The lines of a run in order.
+IN_ORDER: Final = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.opening, EVENTS.c.sequence)
 
 # The read position in a metrics file: `offset` bytes, in buckets of `stride` steps.
 # `spark` has a few values of the loss, oldest first, for the sparkline in the list of runs.

@@ -99,7 +99,6 @@ class Database:
             raise
 
     def close(self) -> None:
-        """Close all connections."""
         self.engine.dispose()
 
     def __enter__(self) -> Database:

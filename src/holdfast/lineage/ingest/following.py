@@ -31,18 +31,8 @@ from holdfast.contracts.spec.secrets import known_secrets
 from holdfast.lineage.database.states import CheckpointState
 from holdfast.lineage.database.tables import RUNS, lock_run
 from holdfast.lineage.database.transactions import Database
+from holdfast.lineage.ingest import disk
 from holdfast.lineage.ingest.checkpoint_totals import STORAGE, CheckpointTotals
-from holdfast.lineage.ingest.disk import (
-    Row,
-    Survey,
-    fingerprint_of,
-    hash_of,
-    is_deleted,
-    is_there,
-    sum_of,
-    survey_checkpoint,
-    survey_parts,
-)
 from holdfast.lineage.ingest.journal_lines import NewLines, read_new_lines
 from holdfast.lineage.ingest.metrics import follow_metrics
 from holdfast.lineage.ingest.rows import OF_EDGES, AttemptRows, Journaled, bare, run_row
@@ -111,16 +101,16 @@ class State:
 
     @classmethod
     def of(
-        cls, seen: Survey, fingerprint: str, lines: Mapping[str, int], totals: CheckpointTotals
+        cls, seen: disk.Survey, fingerprint: str, lines: Mapping[str, int], totals: CheckpointTotals
     ) -> Self:
         """Return the state after all files were read."""
         by_attempt: dict[int, dict[str, int]] = {}
         for name, count in lines.items():
             by_attempt.setdefault(attempt_of_journal(name), {})[name] = count
-        there = [(name, stamp) for name, stamp in seen.stamps.items() if not is_deleted(stamp)]
+        there = [(name, stamp) for name, stamp in seen.stamps.items() if not disk.is_deleted(stamp)]
         return cls(
             fingerprint=fingerprint,
-            number=sum(seen.parts.values()) + sum_of(seen.stamps),
+            number=sum(seen.parts.values()) + disk.sum_of(seen.stamps),
             parts=dict(seen.parts),
             lines=by_attempt,
             totals=totals,
@@ -138,7 +128,7 @@ class State:
                     found[bare(event.data.get("checkpoint"))] = is_gone
         for name, is_gone in list(found.items()):
             stamp = stamps.get(name, "")
-            if not name or (stamp and is_deleted(stamp) >= is_gone):
+            if not name or (stamp and disk.is_deleted(stamp) >= is_gone):
                 del found[name]
         self.watched = dict(list(found.items())[-WATCHED_MAX:])
 
@@ -216,8 +206,8 @@ class _Seen:
     """The run's row, and the rows of the checkpoints in `_News.names`. `number` is the new sum."""
 
     is_mine: bool
-    run: Row
-    rows: dict[str, Row]
+    run: disk.Row
+    rows: dict[str, disk.Row]
     lines: dict[str, int]
     number: int
 
@@ -225,7 +215,7 @@ class _Seen:
         return any(_stamp_in(self.rows.get(name)) != news.stamps[name] for name in news.names)
 
 
-def _stamp_in(row: Row | None) -> str:
+def _stamp_in(row: disk.Row | None) -> str:
     return row["stamp"] if row else ""
 
 
@@ -236,7 +226,7 @@ def _look(paths: RunPaths, state: State) -> _News | None:
     if state.parts.keys() - {0, *numbers}:
         return None
     attempts = tuple(number for number in numbers if number not in state.past)
-    parts = survey_parts(paths, (0, *attempts))
+    parts = disk.survey_parts(paths, (0, *attempts))
     known = state.lines_of(attempts)
     lines = list(read_new_lines(paths, known, attempts))
     if any(one.is_replaced or not one.is_whole for one in lines):
@@ -249,7 +239,7 @@ def _look(paths: RunPaths, state: State) -> _News | None:
     names = sorted(named_in(lines) | state.watched.keys())
     if len(names) > NAMES_MAX:
         return None
-    stamps = {name: survey_checkpoint(paths, name) for name in names}
+    stamps = {name: disk.survey_checkpoint(paths, name) for name in names}
     return _News(attempts, parts, lines, names, stamps)
 
 
@@ -273,10 +263,10 @@ def _compare(
     number = state.number + news.parts_added(state)
     for name, stamp in news.stamps.items():
         old = _stamp_in(rows.get(name)) if is_mine else state.stamps.get(name, "")
-        number += hash_of(name, stamp) - hash_of(name, old)
+        number += disk.hash_of(name, stamp) - disk.hash_of(name, old)
     # Another process has done the same work if the fingerprint is the one that this update would
     # write. Otherwise a full look must compare everything, see decision 86.
-    if not is_mine and run["fingerprint"] != fingerprint_of(number):
+    if not is_mine and run["fingerprint"] != disk.fingerprint_of(number):
         return None
     journals = [one.journal for one in news.lines]
     lines = {} if is_mine else lines_in(connection, uid, journals)
@@ -355,8 +345,8 @@ def _changes(
         name
         for name in news.names
         if name not in added
-        and not is_there(news.stamps[name])
-        and (is_deleted(news.stamps[name]) or name in seen.rows)
+        and not disk.is_there(news.stamps[name])
+        and (disk.is_deleted(news.stamps[name]) or name in seen.rows)
         and (name not in seen.rows or seen.rows[name]["deleted_at"] is None)
     }
     if unknown:
@@ -396,7 +386,7 @@ def _advanced(state: State, news: _News, seen: _Seen) -> State:
     stamps = dict(state.stamps)
     for name, stamp in news.stamps.items():
         stamps.pop(name, None)
-        if is_there(stamp):
+        if disk.is_there(stamp):
             stamps[name] = stamp
     for name in list(stamps)[: max(0, len(stamps) - STAMPS_MAX)]:
         del stamps[name]
@@ -406,7 +396,7 @@ def _advanced(state: State, news: _News, seen: _Seen) -> State:
         lines[one.attempt or 0][one.journal] = one.lines
     found = replace(
         state,
-        fingerprint=fingerprint_of(seen.number),
+        fingerprint=disk.fingerprint_of(seen.number),
         number=seen.number,
         parts=state.parts | news.parts,
         lines=lines,

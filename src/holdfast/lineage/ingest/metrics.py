@@ -81,7 +81,6 @@ class MetricSeries:
                     self.add(bucket)
 
     def add(self, line: Bucket) -> None:
-        """Add one line."""
         # By step and not by line: the buckets are the same however often a growing file is read.
         start = line.step // self.stride * self.stride
         if start in self.buckets:

@@ -318,6 +318,7 @@ def run_row(
     updated_at = newest_time(history, totals)
     until, safe_step = ended_at or updated_at, totals.verified_step or 0
     goodput = goodput_of(history, until=until, safe_step=safe_step, known=known)
+    annotations = fold_annotations(history.lines.of_kinds(EventKind.ANNOTATED), history.spec.tags)
     return {
         "uid": record.uid,
         "run": history.paths.name,
@@ -347,15 +348,9 @@ def run_row(
         "world_size": _world_size(last) if last else None,
         # Stored with the row, so that it is hidden or shown from the start, see decision 93.
         **permissions_of(history.paths),
-        **_own_annotation(history).facts,
+        **annotations[""].facts,
         **totals.storage(),
     }
-
-
-def _own_annotation(history: RunHistory) -> Annotation:
-    """Return the tags and the note of the run itself."""
-    lines = history.lines.of_kinds(EventKind.ANNOTATED)
-    return fold_annotations(lines, history.spec.tags)[""]
 
 
 def _reason(history: RunHistory, state: RunState) -> str | None:
@@ -392,7 +387,6 @@ def newest_time(history: RunHistory, totals: CheckpointTotals) -> float:
 
 
 def _command_digest(view: AttemptView) -> str | None:
-    """Return the digest of an attempt's command."""
     digest = view.command_digest or (view.outcome.command_digest if view.outcome else None)
     # Until rank 0 has recorded the digest, use the one of the request.
     return digest or (view.request.command_digest if view.request else None)

@@ -17,6 +17,7 @@ from holdfast.lineage.database.tables import (
     EDGES,
     EVENTS,
     FILES,
+    IN_ORDER,
     JOURNALS,
     LAUNCHES,
     NODES,
@@ -77,7 +78,7 @@ def deletions_in(connection: Connection, uid: str, names: set[str]) -> dict[str,
     if not names:
         return found
     columns = EVENTS.c
-    newest_first = (column.desc() for column in _in_order())
+    newest_first = (column.desc() for column in IN_ORDER)
     # From the newest line back, so the search ends as soon as each name has its deletion.
     query = select(columns.time, columns.data).where(*_deletions(uid)).order_by(*newest_first)
     for time, data in _streamed(connection, query):
@@ -93,10 +94,10 @@ def deletions_after(
 ) -> tuple[dict[str, Row], Place | None]:
     """Return the next `NAMES_MAX` deletions in the stored lines, and the place of the last one."""
     columns = EVENTS.c
-    query = select(*_in_order(), columns.data).where(*_deletions(uid)).order_by(*_in_order())
+    query = select(*IN_ORDER, columns.data).where(*_deletions(uid)).order_by(*IN_ORDER)
     if place is not None:
         # The first condition is the one that an index serves. The second one finds the exact place.
-        query = query.where(columns.time >= place[0], tuple_(*_in_order()) > place)
+        query = query.where(columns.time >= place[0], tuple_(*IN_ORDER) > place)
     found: dict[str, Row] = {}
     for row in connection.execute(query.limit(NAMES_MAX)):
         add_deletion(found, row.data, row.time)
@@ -110,10 +111,6 @@ Place = tuple[Any, ...]
 def _deletions(uid: str) -> tuple[ColumnElement[bool], ...]:
     is_deletion: ColumnElement[bool] = EVENTS.c.kind == EventKind.CHECKPOINT_DELETED.value
     return EVENTS.c.run_uid == uid, is_deletion
-
-
-def _in_order() -> tuple[Any, ...]:
-    return EVENTS.c.time, EVENTS.c.journal, EVENTS.c.opening, EVENTS.c.sequence
 
 
 def _streamed(connection: Connection, query: Any) -> Iterator[Any]:
@@ -187,7 +184,6 @@ def _file_rows(uid: str, name: str, found: FoundCheckpoint) -> Iterator[Row]:
 
 
 def write_run(connection: Connection, row: Row, secrets: Sequence[str]) -> None:
-    """Write the row of a run."""
     upsert(connection, RUNS, [clean(redacted(row, secrets))])
 
 

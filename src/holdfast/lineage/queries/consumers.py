@@ -13,7 +13,7 @@ from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths, checkpoint_id
 from holdfast.contracts.records.consumers import Use, use_in
 from holdfast.lineage.database.states import EdgeKind
-from holdfast.lineage.database.tables import EVENTS
+from holdfast.lineage.database.tables import EVENTS, IN_ORDER
 from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.queries import views
 from holdfast.lineage.queries.find import Row, checkpoint_row
@@ -70,7 +70,6 @@ def _lines(
     newest: int | None = None,
 ) -> Select[Any]:
     columns = EVENTS.c
-    order = (columns.time, columns.journal, columns.opening, columns.sequence)
     query = select(columns.time, columns.data).where(
         columns.run_uid == run["uid"], columns.kind == str(kind)
     )
@@ -79,8 +78,8 @@ def _lines(
         names = [*checkpoints, *(checkpoint_id(run["run"], one) for one in checkpoints)]
         query = query.where(columns.data["checkpoint"].as_string().in_(names))
     if newest is not None:
-        return query.order_by(*(column.desc() for column in order)).limit(newest)
-    return query.order_by(*order)
+        return query.order_by(*(column.desc() for column in IN_ORDER)).limit(newest)
+    return query.order_by(*IN_ORDER)
 
 
 def _uses(lines: Iterable[RowTuple[Any]]) -> list[Use]:

@@ -19,7 +19,7 @@ from holdfast.contracts.disk.paths import CheckpointName, checkpoint_id
 from holdfast.contracts.states import RunState
 from holdfast.lineage.database.permissions import readable
 from holdfast.lineage.database.states import EdgeKind
-from holdfast.lineage.database.tables import ATTEMPTS, CHECKPOINTS, EVENTS, LAUNCHES, RUNS
+from holdfast.lineage.database.tables import ATTEMPTS, CHECKPOINTS, EVENTS, IN_ORDER, LAUNCHES, RUNS
 from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.queries import views
 from holdfast.lineage.queries.find import Row, rows_of, run_row
@@ -119,7 +119,7 @@ def _read_durability(
             columns.run_uid == run["uid"],
             columns.kind.in_([str(kind) for kind in DURABILITY_EVENTS]),
         )
-        .order_by(columns.time, columns.journal, columns.opening, columns.sequence)
+        .order_by(*IN_ORDER)
     )
     if names is not None:
         query = query.where(of.in_([*names, *(checkpoint_id(run["run"], one) for one in names)]))

@@ -33,6 +33,7 @@ from openlineage.client.facet_v2 import (
 from openlineage.client.serde import Serde
 
 from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.states import AttemptState
 from holdfast.contracts.version import holdfast_version
 from holdfast.lineage.database.transactions import Database
@@ -147,7 +148,7 @@ def _start_of(attempt: views.AttemptView) -> str | None:
 
 def _time(moment: str | None) -> str | None:
     """Return a time of the index; None for a text that is no time, which the format forbids."""
-    return None if views.unix_time(moment) is None else moment
+    return None if unix_time(moment) is None else moment
 
 
 def _error(attempt: views.AttemptView) -> error_message_run.ErrorMessageRunFacet:

@@ -35,6 +35,7 @@ from sqlalchemy import (
 from typing_extensions import TypedDict
 
 from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.contracts.spec.keep_rules import ranked
 from holdfast.contracts.states import AttemptState, Cause, RunState
@@ -45,6 +46,7 @@ from holdfast.lineage.database.tables import (
     CHECKPOINTS,
     EDGES,
     EVENTS,
+    IN_ORDER,
     METRIC_FILES,
     RUNS,
 )
@@ -235,7 +237,6 @@ _LISTED = (
     _newest(METRIC_FILES, "spark", "attempt", "launch"),
 )
 _STEPS = (CHECKPOINTS.c.step, CHECKPOINTS.c.attempt, CHECKPOINTS.c.launch)
-_LINES = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.opening, EVENTS.c.sequence)
 
 
 class Filter(BaseModel):
@@ -359,7 +360,7 @@ def list_events(
     with database.reading() as connection:
         row = run_row(connection, run)
         query = _wanted_events(row, where or EventFilter())
-        order = _by("time", _LINES, newest_first)
+        order = _by("time", IN_ORDER, newest_first)
         page = fetch_page(connection, query, order, after, limit)
     return page.map(lambda event: views.event_view(row["run"], event))
 
@@ -373,7 +374,7 @@ def newest_events(
     """
     where = EventFilter(kinds=tuple(str(kind) for kind in kinds), attempt=attempt)
     page = list_events(database, run, where, limit=NEWEST_EVENTS_MAX)
-    return [_event(row, views.unix_time(row["time"]) or 0.0) for row in reversed(page.items)]
+    return [_event(row, unix_time(row["time"]) or 0.0) for row in reversed(page.items)]
 
 
 def newest_lines(
@@ -389,7 +390,7 @@ def newest_lines(
         for row in connection.execute(_newest_lines(tuple(groups)), given).mappings():
             found[row["which"]].append(dict(row))
     for lines in found:
-        lines.sort(key=lambda row: tuple(row[column.name] for column in _LINES))
+        lines.sort(key=lambda row: tuple(row[column.name] for column in IN_ORDER))
     return found
 
 
@@ -416,7 +417,7 @@ def _event(row: Mapping[str, Any], time: float) -> Event:
 @functools.lru_cache(maxsize=64)
 def _newest_lines(groups: tuple[tuple[str, ...], ...]) -> CompoundSelect[Any]:
     run, most = bindparam("run_uid", type_=Text()), bindparam("most", type_=Integer())
-    order = [column.desc() for column in _LINES]
+    order = [column.desc() for column in IN_ORDER]
     parts = [
         select(literal(which).label("which"), EVENTS)
         .where(EVENTS.c.run_uid == run, EVENTS.c.kind.in_(kinds))

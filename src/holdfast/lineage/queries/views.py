@@ -310,14 +310,6 @@ def iso_time(time: float) -> str:
     return f"{_hour_of(hour)}:{minute:02d}:{second:02d}.{micro // 1000:03d}Z"
 
 
-def unix_time(moment: str | None) -> float | None:
-    """Return the Unix seconds of a text by `iso_time`; None for None and for no time."""
-    try:
-        return datetime.fromisoformat(moment).timestamp() if moment else None
-    except ValueError:
-        return None
-
-
 @functools.lru_cache(maxsize=4096)
 def _hour_of(hours: int) -> str:
     """Return hours since 1970 as a date and hour, such as `2026-11-22T05`."""

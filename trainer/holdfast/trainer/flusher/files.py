@@ -22,15 +22,7 @@ from holdfast.contracts.disk.durable import STORAGE_FULL, fsync_directory, make_
 from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.flusher.commit import (
-    PeerState,
-    accept_commit,
-    commit_alone,
-    commit_together,
-    committer_of,
-    leave_failure,
-    leave_part,
-)
+from holdfast.trainer.flusher import commit
 from holdfast.trainer.flusher.space_guard import Need, SpaceGuard, with_advice
 from holdfast.trainer.placed import find_commit, is_saving_folder
 from holdfast.trainer.slots.slot_table import FilePlace, SlotTable
@@ -111,7 +103,7 @@ def commit_step(
     images: Sequence[SlotImage],
     *,
     resumed: bool,
-    peers: PeerState,
+    peers: commit.PeerState,
     space_guard: SpaceGuard,
     pace: Pace = at_full_speed,
 ) -> Committed:
@@ -145,9 +137,9 @@ def commit_step(
         has_written = True
         part = _make_part(images, entries)
         if is_alone:
-            manifest = commit_alone(run, directory, part)
+            manifest = commit.commit_alone(run, directory, part)
         else:
-            manifest = commit_together(run, directory, part, peers)
+            manifest = commit.commit_together(run, directory, part, peers)
     except (OSError, SaveError) as error:
         # If the wait for other nodes failed, another node may still commit this node's files.
         if is_alone or not has_written:
@@ -161,7 +153,7 @@ def write_for_lost(
     images: Sequence[SlotImage],
     expected: Sequence[FileEntry],
     *,
-    peers: PeerState,
+    peers: commit.PeerState,
     space_guard: SpaceGuard,
 ) -> None:
     """Write a lost node's files from copies of its slots, and leave its part for the commit.
@@ -180,19 +172,21 @@ def write_for_lost(
                 f"{table.checkpoint}: the copy of {wrong[0]} of node {table.node}, which is lost, "
                 "was damaged while it was written. Nothing was committed"
             )
-        leave_part(table.directory, _make_part(images, entries))
+        commit.leave_part(table.directory, _make_part(images, entries))
     except (OSError, SaveError) as error:
         _discard(table.directory, images, written)
-        leave_failure(table.directory, table.node, str(error), for_all=False)
+        commit.leave_failure(table.directory, table.node, str(error), for_all=False)
         raise
     peers.report()
 
 
-def _report_failure(directory: Path, table: SlotTable, error: Exception, peers: PeerState) -> None:
+def _report_failure(
+    directory: Path, table: SlotTable, error: Exception, peers: commit.PeerState
+) -> None:
     """Report to the other nodes, if any, that this node will not deliver the step."""
     if table.nodes > 1:
-        for_all = table.node == committer_of(table.nodes, peers.lost())
-        leave_failure(directory, table.node, str(error), for_all=for_all)
+        for_all = table.node == commit.committer_of(table.nodes, peers.lost())
+        commit.leave_failure(directory, table.node, str(error), for_all=for_all)
         peers.report()
 
 
@@ -283,7 +277,7 @@ def _refuse_or_accept_existing(
             f"{directory} is already a committed checkpoint and is never overwritten. Two "
             "programs must not write the same attempt and launch of a run"
         )
-    accept_commit(run, directory, is_alone=images[0].table.nodes == 1)
+    commit.accept_commit(run, directory, is_alone=images[0].table.nodes == 1)
     return Committed(manifest.step, manifest.name, manifest.bytes, manifest.flush_s)
 
 

@@ -83,7 +83,6 @@ class Writer:
         self._thread = threading.Thread(target=self._serve, name="writer", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def put(self, item: Work | None) -> None:

@@ -69,7 +69,7 @@ class DataGenerators:
         self._found = {
             f"{path}.{name}": (owner, name)
             for path, owner in self._owners.items()
-            for name, item in _attributes(owner)
+            for name, item in attributes_of(owner)
             if _kind_of(item)
         }
         return self._read_found()
@@ -115,13 +115,13 @@ def _data_of(loader: Any) -> Iterator[tuple[str, Any]]:
         seen.add(id(item))
         if not isinstance(item, list | tuple):
             yield path, item
-            found += [(f"{path}.{n}", each) for n, each in _attributes(item) if n in WRAPPED]
+            found += [(f"{path}.{n}", each) for n, each in attributes_of(item) if n in WRAPPED]
         elif path.endswith(f".{JOINED}"):
             # Other lists are datasets themselves, and may be long.
             found += [(f"{path}.{i}", each) for i, each in enumerate(item)]
 
 
-def _attributes(item: Any) -> list[tuple[str, Any]]:
+def attributes_of(item: Any) -> list[tuple[str, Any]]:
     return list(getattr(item, "__dict__", {}).items())
 
 

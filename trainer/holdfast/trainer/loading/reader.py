@@ -41,16 +41,7 @@ from holdfast.trainer.loading.node import (
 from holdfast.trainer.loading.read import Catalogue, Placed, read_wants, sort_by_unit
 from holdfast.trainer.loading.stock import check_share, load_as_stock, needs_stock
 from holdfast.trainer.loading.targets import Piece, Wants, collect, collect_wholes, place_whole
-from holdfast.trainer.planning.compare_keys import (
-    KeyComparison,
-    Selection,
-    combine,
-    compare,
-    is_of_one_rank,
-    join,
-    raise_mismatch,
-    shorten,
-)
+from holdfast.trainer.planning import compare_keys
 from holdfast.trainer.planning.signature import flatten
 from holdfast.trainer.process import devices
 from holdfast.trainer.process.collector import pause_collection
@@ -88,9 +79,10 @@ class LoadReport:
             ("converted", self.converted),
         )
         shown = [
-            (title, [key for key in keys if not is_of_one_rank(key)]) for title, keys in titled
+            (title, [key for key in keys if not compare_keys.is_of_one_rank(key)])
+            for title, keys in titled
         ]
-        return tuple(f"{title}: {shorten(keys)}" for title, keys in shown if keys)
+        return tuple(f"{title}: {compare_keys.shorten(keys)}" for title, keys in shown if keys)
 
 
 @dataclass(frozen=True)
@@ -99,7 +91,7 @@ class _Message:
 
     address: Address
     common: str
-    alone: KeyComparison
+    alone: compare_keys.KeyComparison
     keys_alone: tuple[str, ...]
 
 
@@ -110,7 +102,7 @@ class _Prepared:
     opened: Opened
     taken: tuple[str, ...]
     renamed: tuple[str, ...]
-    common: KeyComparison
+    common: compare_keys.KeyComparison
     message: _Message
     wants: Wants
     catalogue: Catalogue
@@ -189,7 +181,7 @@ def load_state(
             "a planner and a selection of keys were given, but a planner selects keys itself. "
             "Leave out include, exclude and rename, or the planner"
         )
-    pick = Selection.of(include=include, exclude=exclude, rename=rename, strict=strict)
+    pick = compare_keys.Selection.of(include=include, exclude=exclude, rename=rename, strict=strict)
     directory = checkpoint if isinstance(checkpoint, Path) else checkpoint.directory
     if planner is not None:
         return _load_planned(directory, state, group, planner)
@@ -205,7 +197,7 @@ def load_state(
         if knows_names:
             saved = ready.opened.metadata.state_dict_metadata
             pick.check_names({*saved, *found.missing, *found.excluded})
-        raise_mismatch(str(directory), found, strict=pick.strict)
+        compare_keys.raise_mismatch(str(directory), found, strict=pick.strict)
         if needs_stock(ready.opened.metadata):
             _raise_damage(directory, tree.gather_all(check_share(ready.opened, tree)))
             load_as_stock(ready.only_taken(), state, group, None)
@@ -244,7 +236,7 @@ def _load_planned(
 
 
 def prepare(
-    checkpoint: Path | Opened, state: dict[str, Any], pick: Selection, address: Address
+    checkpoint: Path | Opened, state: dict[str, Any], pick: compare_keys.Selection, address: Address
 ) -> _Prepared:
     """Return what each rank finds alone: the comparison of keys and the wanted bytes."""
     flat = flatten(state)
@@ -255,9 +247,9 @@ def prepare(
         picked = pick_entries(opened.metadata, names)
         opened = replace(opened, metadata=picked, boxes=opened.boxes.renamed(names))
     saved = opened.metadata.state_dict_metadata
-    common = compare(_keys(flat, alone=False), _keys(saved, alone=False), pick)
+    common = compare_keys.compare(_keys(flat, alone=False), _keys(saved, alone=False), pick)
     flat_alone, saved_alone = _keys(flat, alone=True), _keys(saved, alone=True)
-    alone = replace(compare(flat_alone, saved_alone, pick), extra=(), excluded=())
+    alone = replace(compare_keys.compare(flat_alone, saved_alone, pick), extra=(), excluded=())
     taken = {key: value for key, value in flat.items() if key in saved and pick.takes(key)}
     # With another shape nothing will be read, and the wanted bytes are undefined.
     is_fitting = not common.reshaped and not alone.reshaped
@@ -281,22 +273,24 @@ def prepare(
 
 
 def _compare_together(
-    ready: _Prepared, pick: Selection, messages: Sequence[_Message], tree: RankTree
-) -> KeyComparison:
+    ready: _Prepared, pick: compare_keys.Selection, messages: Sequence[_Message], tree: RankTree
+) -> compare_keys.KeyComparison:
     """Return one verdict for all ranks. Keys are sent only if the ranks' key sets differ."""
     common = ready.common
     if len({message.common for message in messages}) > 1:
-        common = join(tree.gather_all(common))
-    alone = join(message.alone for message in messages)
+        common = compare_keys.join(tree.gather_all(common))
+    alone = compare_keys.join(message.alone for message in messages)
     saved_alone = _keys(ready.opened.metadata.state_dict_metadata, alone=True)
     extra = {key for key in saved_alone if pick.takes(key)}
     extra.difference_update(*(message.keys_alone for message in messages))
-    return combine(common, replace(alone, extra=tuple(sorted(extra))))
+    return compare_keys.unite([common, replace(alone, extra=tuple(sorted(extra)))])
 
 
 def _keys(entries: Mapping[str, T], *, alone: bool) -> dict[str, T]:
     """Return the per-rank entries, or all other entries."""
-    return {key: value for key, value in entries.items() if is_of_one_rank(key) == alone}
+    return {
+        key: value for key, value in entries.items() if compare_keys.is_of_one_rank(key) == alone
+    }
 
 
 def _load_ranges(
@@ -369,7 +363,7 @@ def _raise_damage(directory: Path, problems: list[list[str]]) -> None:
     damaged = sorted({line for lines in problems for line in lines})
     if damaged:
         raise DamagedCheckpointError(
-            f"{directory}: {shorten(damaged)}; do not use this checkpoint. Load another one, or "
-            "restore the files from a copy",
+            f"{directory}: {compare_keys.shorten(damaged)}; do not use this checkpoint. "
+            "Load another one, or restore the files from a copy",
             damaged=damaged,
         )

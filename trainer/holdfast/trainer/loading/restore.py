@@ -16,15 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from holdfast.contracts.disk.damage import Problems, describe_problems, find_problems
+from holdfast.contracts.disk.damage import Problems, describe_problems, find_problems, share_of
 from holdfast.contracts.disk.filesystems import is_listed
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.leases import reading
-from holdfast.contracts.disk.manifest import FileEntry, Manifest
+from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.disk.paths import (
     MANIFEST,
@@ -294,7 +293,8 @@ class Preparation:
             begin_fetch(remote, self._directory(remote, directory))
 
     def _fetch_share(self, meter: Meter, remote: Remote, directory: Path, url: str) -> int:
-        files = share_files(remote.manifest.files, *self._place)
+        every = remote.manifest.files
+        files = share_of(every, [entry.bytes for entry in every], *self._place)
         if not files:
             return 0
         retries = Retries()
@@ -313,17 +313,6 @@ class Preparation:
         """Return where this node's ranks write the files: `shared`, or on the node's own disk."""
         folder = self._tiers.node_folder(self._identity.run, self._identity.run_uid)
         return shared if folder is None else folder.checkpoint(remote.name)
-
-
-def share_files(files: tuple[FileEntry, ...], number: int, count: int) -> list[FileEntry]:
-    """Return the files of share `number` of `count`. Shares have about equally many bytes."""
-    total = max(1, sum(entry.bytes for entry in files))
-    starts = accumulate((entry.bytes for entry in files), initial=0)
-    return [
-        entry
-        for entry, start in zip(files, starts, strict=False)
-        if min(start * count // total, count - 1) == number
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,14 +29,7 @@ from holdfast.contracts.records.history import excluded_checkpoints, load_events
 from holdfast.contracts.spec.sections import Numerics
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.metrics import number_of
-from holdfast.trainer.numerics.detector import (
-    Anomaly,
-    Detector,
-    Known,
-    LossDecision,
-    answer,
-    policy_for,
-)
+from holdfast.trainer.numerics import detector
 from holdfast.trainer.process import devices
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.ranks.rank_context import RankContext
@@ -68,11 +61,11 @@ class LossGuard:
         self._context, self._ranks, self._record = context, ranks, record
         self._position, self._saver, self._state = position, saver, state
         self._numerics = chosen_numerics()
-        self._detector = Detector(self._numerics, after=position.reached)
+        self._detector = detector.Detector(self._numerics, after=position.reached)
         self._copies: deque[_Copy] = deque()
-        self._found: Anomaly | None = None
+        self._found: detector.Anomaly | None = None
         # A further loss that is not finite, soon after one that was reported.
-        self._suspect: Anomaly | None = None
+        self._suspect: detector.Anomaly | None = None
 
     @property
     def losses(self) -> list[float]:
@@ -141,7 +134,7 @@ class LossGuard:
         is_finite = all(sane for _, _, sane in gathered)
         self._found = None
         self._record.ask(0)
-        if policy_for(anomaly, self._numerics) != "warn":
+        if detector.policy_for(anomaly, self._numerics) != "warn":
             # The decision depends on saves in flight, so wait until each is committed or failed.
             self._saver.quiesce()
         given = self._ranks.share(lambda: self._answer(anomaly, rank, reached, is_finite))
@@ -156,7 +149,7 @@ class LossGuard:
         elif not math.isfinite(loss):
             self._suspect = self._suspect or self._detector.describe("nan", step, loss)
 
-    def _ask(self, found: Anomaly) -> None:
+    def _ask(self, found: detector.Anomaly) -> None:
         """Request a meeting about a bad loss, unless a more urgent one is known."""
         if self._found is None or urgency(found) < urgency(self._found):
             self._found = found
@@ -168,11 +161,13 @@ class LossGuard:
             return True
         return are_finite(self._state.weights())
 
-    def _answer(self, anomaly: Anomaly, rank: int, reached: int, is_finite: bool) -> LossDecision:
+    def _answer(
+        self, anomaly: detector.Anomaly, rank: int, reached: int, is_finite: bool
+    ) -> detector.LossDecision:
         """Decide on rank 0. The decision is durable before any rank acts on it."""
         events = load_events(self._context.run)
         known = replace(self._known(events), reached=reached, is_finite=is_finite)
-        given = answer(anomaly, self._numerics, known)
+        given = detector.answer(anomaly, self._numerics, known)
         skip = [[window.first_step, window.steps] for window in given.skip]
         identity = self._context.identity
         numbers: dict[str, Any] = {"attempt": identity.attempt, "launch": identity.launch}
@@ -196,14 +191,14 @@ class LossGuard:
         report(f"holdfast: {given.reason}")
         return given
 
-    def _known(self, events: tuple[Event, ...]) -> Known:
+    def _known(self, events: tuple[Event, ...]) -> detector.Known:
         run, excluded = self._context.run, excluded_checkpoints(events)
         names: dict[bool, list[CheckpointName]] = {True: [], False: []}
         for directory in run.list_checkpoints():
             name = CheckpointName.parse(directory.name)
             if name is not None and str(name) not in excluded:
                 names[(directory / MANIFEST).exists()].append(name)
-        return Known(
+        return detector.Known(
             checkpoints=names[True],
             unfinished=names[False],
             rolled_back=changes(events, "rollback"),
@@ -246,7 +241,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     )
 
 
-def urgency(anomaly: Anomaly) -> tuple[bool, int]:
+def urgency(anomaly: detector.Anomaly) -> tuple[bool, int]:
     """Return a sort key: losses that are not finite before spikes, and earlier before later."""
     return anomaly.problem != "nan", anomaly.step
 
@@ -272,7 +267,7 @@ def changes(events: tuple[Event, ...], action: str) -> list[int]:
     ]
 
 
-def _first(found: list[Anomaly | None]) -> tuple[Anomaly, int]:
+def _first(found: list[detector.Anomaly | None]) -> tuple[detector.Anomaly, int]:
     """Return the loss to resolve first, and its rank."""
     there = [(one, rank) for rank, one in enumerate(found) if one is not None]
     return min(there, key=lambda pair: (urgency(pair[0]), pair[1]))

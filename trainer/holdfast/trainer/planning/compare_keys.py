@@ -167,11 +167,7 @@ def join(comparisons: Iterable[KeyComparison]) -> KeyComparison:
     # With a pipeline or per-rank keys, each rank wants other keys. A key that one of them wants is
     # not left over.
     extra = set(found[0].extra).intersection(*(each.extra for each in found))
-    return replace(_unite(found), extra=tuple(sorted(extra)))
-
-
-def combine(one: KeyComparison, other: KeyComparison) -> KeyComparison:
-    return _unite((one, other))
+    return replace(unite(found), extra=tuple(sorted(extra)))
 
 
 def raise_mismatch(where: str, found: KeyComparison, *, strict: bool) -> None:
@@ -288,7 +284,8 @@ def _is_prefix(name: str) -> bool:
     return name.endswith(_ALL)
 
 
-def _unite(found: Collection[KeyComparison]) -> KeyComparison:
+def unite(found: Collection[KeyComparison]) -> KeyComparison:
+    """Return a comparison with all keys of some."""
     return KeyComparison(
         **{
             each.name: tuple(sorted({key for one in found for key in getattr(one, each.name)}))

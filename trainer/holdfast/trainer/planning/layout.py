@@ -197,7 +197,7 @@ def plan_layout(
         numbers=tuple(numbers),
         fixed=tuple(fixed),
         files=(FilePlace(path, 0, end),) if end else (),
-        image_bytes=_align(end, FILE_ALIGNMENT),
+        image_bytes=align(end, FILE_ALIGNMENT),
     )
 
 
@@ -215,7 +215,7 @@ def add_metadata(layout: Layout, metadata: bytes | LateContent, folder: str = ""
         files=(*layout.files, FilePlace(f"{folder}{METADATA}", at, size)),
         metadata_end=at + size,
         # Appended for each save, so that `.metadata` itself stays the same, see `metadata_dump`.
-        image_bytes=_align(at + size + STORAGE_META_BYTES_MAX, FILE_ALIGNMENT),
+        image_bytes=align(at + size + STORAGE_META_BYTES_MAX, FILE_ALIGNMENT),
     )
 
 
@@ -352,5 +352,6 @@ def _lacks_memory(part: torch.Tensor) -> bool:
         return True
 
 
-def _align(offset: int, alignment: int) -> int:
+def align(offset: int, alignment: int) -> int:
+    """Return the first multiple of `alignment` from `offset` on."""
     return -(-offset // alignment) * alignment

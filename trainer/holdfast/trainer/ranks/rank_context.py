@@ -14,6 +14,8 @@ import functools
 import os
 import re
 import signal
+import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -21,8 +23,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from holdfast.contracts import environment
 from holdfast.contracts import environment as names
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, given_folder
@@ -31,8 +33,8 @@ from holdfast.contracts.node.rank_status import NOWHERE, Phase, RankRecord, Rank
 from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.trainer.process.flusher_supervisor import FlusherSupervisor, wait_for_former
 from holdfast.trainer.process.program import program_digest, program_stem
+from holdfast.trainer.ranks import forks
 from holdfast.trainer.ranks.collective import ControlGroup
-from holdfast.trainer.ranks.data_waits import DataWaits
 from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.ranks.topology import find_place
 
@@ -51,7 +53,7 @@ _FLUSHER_SUPERVISOR: Final = re.compile(r"/proc/(\d+)/fd/\d+")
 
 def offer_stacks(record: RankRecord) -> None:
     """Let the agent of this node read this process's stacks, if the system supports it."""
-    flusher_supervisor = _FLUSHER_SUPERVISOR.fullmatch(os.environ.get(environment.RANK_STATUS, ""))
+    flusher_supervisor = _FLUSHER_SUPERVISOR.fullmatch(os.environ.get(names.RANK_STATUS, ""))
     if flusher_supervisor:
         _allow_tracing_by(int(flusher_supervisor[1]))
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -308,3 +310,59 @@ def _take_launch(attempt: AttemptPaths) -> int:
             continue
         return number
     raise HoldfastError(f"{parent}: no launch number below {LAUNCHES_MAX} is free")
+
+
+# The time that this rank waits for its next batch, in the rank status table. torch has no hook for
+# it, so the method that gives the next batch is wrapped, in the iterators of torch's DataLoader
+# and of torchdata's, if the program has loaded it. Their subclasses in frameworks call it. Other
+# loaders are not measured: their time counts as the rank's own work.
+
+_TORCHDATA: Final = "torchdata.stateful_dataloader.stateful_dataloader"
+_NEXT: Final = "__next__"
+
+
+class DataWaits:
+    """Records the waits of the thread that creates it. `close` must be called."""
+
+    def __init__(self, record: RankRecord) -> None:
+        self._record, self._thread, self._owner = record, threading.get_ident(), forks.count
+        self._is_waiting = False
+        stateful = getattr(sys.modules.get(_TORCHDATA), "_StatefulBaseDataLoaderIter", None)
+        self._wrapped = [
+            (each, each.__dict__[_NEXT], self._wrap(each.__dict__[_NEXT]))
+            for each in (_BaseDataLoaderIter, stateful)
+            if each is not None and _NEXT in each.__dict__
+        ]
+        for each, _, method in self._wrapped:
+            setattr(each, _NEXT, method)
+
+    def close(self) -> None:
+        """Stop recording."""
+        for each, inner, method in self._wrapped:
+            # A library may have wrapped it again. Then this one stays, and records nothing.
+            if each.__dict__.get(_NEXT) is method:
+                setattr(each, _NEXT, inner)
+        self._owner = -1
+
+    def _wrap(self, inner: Any) -> Any:
+        @functools.wraps(inner)
+        def next_batch(iterator: Any) -> Any:
+            # A loader may read another one, and a thread of the program or a forked worker of a
+            # loader does not keep this rank waiting.
+            if (
+                self._is_waiting
+                or forks.count != self._owner
+                or threading.get_ident() != self._thread
+            ):
+                return inner(iterator)
+            self._is_waiting = True
+            self._record.begin_data_wait()
+            try:
+                return inner(iterator)
+            finally:
+                self._is_waiting = False
+                # The program may have closed the session inside.
+                if self._owner != -1:
+                    self._record.end_data_wait()
+
+        return next_batch

@@ -21,7 +21,7 @@ from holdfast.contracts.errors import DamagedCheckpointError, PreflightError, Sa
 from holdfast.contracts.node.rank_status import Phase
 from holdfast.trainer.arguments import check_best, check_kinds, check_seed
 from holdfast.trainer.placed import SavePlace
-from holdfast.trainer.planning.layout import FILE_ALIGNMENT, Layout, add_train_state
+from holdfast.trainer.planning.layout import FILE_ALIGNMENT, Layout, add_train_state, align
 from holdfast.trainer.planning.ranks import all_or_none, check_memory
 from holdfast.trainer.planning.signature import Signature
 from holdfast.trainer.saving.engine import CheckpointEngine
@@ -108,14 +108,14 @@ class FileEngine(CheckpointEngine):
         self._release_old_stage(timeout_s)
         sizes = [measure(write) for write in state.values()]
         self._tensor_bytes = sum(sizes)
-        space = sum(_align(int(size * GROWTH)) for size in sizes) + GROWTH_BYTES
+        space = sum(align(int(size * GROWTH), FILE_ALIGNMENT) for size in sizes) + GROWTH_BYTES
         layout = Layout(
             signature=Signature({}),
             tensors=(),
             numbers=(),
             fixed=(),
             files=(),
-            image_bytes=_align(space),
+            image_bytes=align(space, FILE_ALIGNMENT),
         )
         return add_train_state(layout) if self._identity.rank == 0 else layout
 
@@ -143,7 +143,7 @@ class FileEngine(CheckpointEngine):
             if output.problem is not None:
                 raise SaveError(f"{path} cannot be staged: {output.problem.strerror}")
             places.append(FilePlace(path, at, output.tell()))
-            at = _align(at + output.tell())
+            at = align(at + output.tell(), FILE_ALIGNMENT)
         if places and places[-1].offset + places[-1].bytes > room:
             raise _FullError(f"{at} bytes of files do not fit into {room} bytes")
         self._tensor_bytes = sum(place.bytes for place in places)
@@ -153,10 +153,6 @@ class FileEngine(CheckpointEngine):
 
 class _FullError(SaveError):
     """The files are longer than the slot."""
-
-
-def _align(offset: int) -> int:
-    return -(-offset // FILE_ALIGNMENT) * FILE_ALIGNMENT
 
 
 class FileSaver(Saver):

@@ -61,7 +61,6 @@ class LoggedStep:
         os.pwrite(self._handle, f"{step:0{DIGITS}d}\n".encode(), 0)
 
     def close(self) -> None:
-        """Close the file."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

@@ -37,7 +37,6 @@ from holdfast.workers.agent.node_group import NodeGroup
 from holdfast.workers.agent.root_check import RootCheck
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.stops.agreement import StopAgreement
-from holdfast.workers.agent.stops.drains import drain_all
 from holdfast.workers.agent.stops.listener import StopListener
 from holdfast.workers.agent.stops.signals import SignalBox
 from holdfast.workers.agent.stops.sources import (
@@ -318,7 +317,6 @@ class Lead:
         self.group.ask_all(lambda node: node.acknowledge())
 
     def close(self) -> None:
-        """Close the listener."""
         self._listener.close()
 
     # --- one launch --------------------------------------------------------------------
@@ -548,7 +546,7 @@ class Lead:
 
         # Files on the nodes' own disks count only once mirrored, so a restart waits for the mirror.
         has_local = bool(self.context.request.checkpoint.local)
-        for name in drain_all(group, until, mirror=has_local):
+        for name in group.drain_all(until, mirror=has_local):
             spent_s = clocks.now() - began
             self._note(f"the flusher of {name} did not finish within {spent_s:.0f} s")
 
@@ -565,7 +563,7 @@ class Lead:
             self._handle_notices()
             return min(until, self._listener.late_deadline - RESERVE_S)
 
-        if late := drain_all(self.group, end, mirror=True):
+        if late := self.group.drain_all(end, mirror=True):
             self._note(f"the mirror did not receive all commits of {', '.join(late)} in time")
 
     # --- stopping ---------------------------------------------------------------------------

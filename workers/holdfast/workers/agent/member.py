@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -233,7 +234,7 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
         runtime.take_stacks(question["dump"], question["number"])
     elif kind == "root":
         problems = runtime.check_root(question["place"], question["shared"], question["token"])
-        return {"problems": [one.to_json() for one in problems]}
+        return {"problems": [asdict(one) for one in problems]}
     elif kind == "race":
         return {"won": runtime.race(question["shared"], question["number"])}
     elif kind == "health":

@@ -7,7 +7,7 @@ has what is lacking: copies, or spare nodes once all have been used.
 from __future__ import annotations
 
 import time
-from typing import Final, Protocol
+from typing import Final
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.records.protection import (
@@ -21,22 +21,13 @@ from holdfast.contracts.records.protection import (
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.node import LedNode
 from holdfast.workers.agent.node_group import NodeGroup
+from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.decisions.neighbours import FACTOR_MAX, CopyState, RoundEnd, choose_neighbours
 
 # The shortest time between two rounds.
 PAUSE_S: Final = 1.0
 # If so many checkpoints are committed during a round, the newest one is newer than its copy.
 COMMITS_MAX: Final = 2
-
-
-class TrainingNode(Protocol):
-    """This node: the seconds of its last step, and its flusher's number of commits."""
-
-    @property
-    def step_s(self) -> float: ...
-
-    @property
-    def commits(self) -> int: ...
 
 
 class Neighbours:
@@ -47,7 +38,7 @@ class Neighbours:
         context: AgentContext,
         group: NodeGroup,
         journal: JournalWriter,
-        here: TrainingNode,
+        here: NodeRuntime,
     ) -> None:
         self._context, self._group, self._journal, self._here = context, group, journal, here
         number = context.attempt.number

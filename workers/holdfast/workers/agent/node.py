@@ -89,9 +89,9 @@ class NodeReport:
             "notices": [asdict(notice) for notice in self.notices],
             "ranks": [rank.to_json() for rank in self.ranks],
             "sample": self.sample.to_json() if self.sample else None,
-            "health": self.health.to_json() if self.health else None,
+            "health": asdict(self.health) if self.health else None,
             "copied": asdict(self.copied),
-            "gpus": [finding.to_json() for finding in self.gpus],
+            "gpus": [asdict(finding) for finding in self.gpus],
         }
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
@@ -177,6 +178,8 @@ ANSWER_S_MIN: Final = 0.5
 AGREE_WAIT_S: Final = 5.0
 LOOK_S: Final = 0.5
 SPARE_POLL_S: Final = 5.0
+DRAIN_S_MIN: Final = 0.1
+DRAIN_S_MAX: Final = 2.0
 # Of nodes behind the same cut, the first and the last are found to be silent this far apart.
 SILENT_TOGETHER_S: Final = 60.0
 JOIN_POLL_S: Final = 0.1
@@ -390,6 +393,22 @@ class NodeGroup:
                 answers.append((node, await_result(future, give_up_at)))
         return answers
 
+    def drain_all(self, until: Callable[[], float], *, mirror: bool) -> list[str]:
+        """Wait for all flushers, at most until Unix time `until()`; return the nodes that are late.
+
+        They are asked in short slices, so that a deadline that arrives meanwhile applies. The files
+        of lost nodes are not waited for. With `mirror`, copies to the mirror are waited for too.
+        """
+        done: set[str] = set()
+        late: list[str] = [""]
+        while late and (left_s := until() - clocks.now()) > 0:
+            slice_s = max(DRAIN_S_MIN, min(DRAIN_S_MAX, left_s))
+            drain = partial(_drain, done, slice_s, self.lost_numbers, mirror)
+            answers = self.ask_all(drain)
+            done |= {node.name for node, is_done in answers if is_done}
+            late = [node.name for node, is_done in answers if not is_done]
+        return [name for name in late if name]
+
     def poll(self) -> None:
         """Take this node's report and those of the other nodes that have arrived.
 
@@ -564,3 +583,9 @@ def await_result(future: Future[T], give_up_at: Callable[[], float]) -> T:
         if clocks.now() > give_up_at():
             raise ConnectionError("the node did not answer before the deadline of the stop")
     return future.result()
+
+
+def _drain(
+    done: Collection[str], slice_s: float, lost: list[int], mirror: bool, node: LedNode
+) -> bool | Future[bool]:
+    return node.name in done or node.drain(slice_s, lost, mirror=mirror)

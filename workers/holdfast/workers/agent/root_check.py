@@ -23,17 +23,7 @@ from holdfast.workers.decisions.causes import (
     STATE_OF_CAUSE,
     Ending,
 )
-from holdfast.workers.nodes.root_probe import (
-    ADVICE,
-    LOCKS,
-    NAMES,
-    RACERS,
-    RACES,
-    RootProblem,
-    SharedProbe,
-    describe,
-    judge_races,
-)
+from holdfast.workers.nodes import root_probe
 
 CHECK: Final = "root"
 
@@ -81,7 +71,7 @@ class RootCheck:
         self.ending = _ending(Cause.NODE_FAILURE, [f"{which}: {error}"])
         return True
 
-    def _ask_all(self, folder: Path) -> list[tuple[str, RootProblem]]:
+    def _ask_all(self, folder: Path) -> list[tuple[str, root_probe.RootProblem]]:
         """Return the problems of all nodes with a folder of the run, each with its host."""
         place = str(folder.relative_to(self._context.run.directory))
         with contextlib.ExitStack() as stack:
@@ -89,7 +79,7 @@ class RootCheck:
             if len(self._group.nodes) > 1:
                 # If this fails, node 0's own check says why.
                 with contextlib.suppress(OSError):
-                    shared = SharedProbe(folder)
+                    shared = root_probe.SharedProbe(folder)
                     stack.callback(shared.close)
             name, token = (shared.folder.name, shared.token) if shared else ("", "")
             answers = self._group.ask_all(lambda node: node.check_root(place, name, token))
@@ -100,17 +90,20 @@ class RootCheck:
                 (self._context.host, problem) for problem in self._race(folder, f"{place}/{name}")
             ]
 
-    def _race(self, folder: Path, shared: str) -> list[RootProblem]:
+    def _race(self, folder: Path, shared: str) -> list[root_probe.RootProblem]:
         """Have some nodes create the same names at the same moment; return the problem, if any."""
-        racers = {node.name for node in self._group.nodes[:RACERS]}
+        racers = {node.name for node in self._group.nodes[: root_probe.RACERS]}
         winners = []
-        for number in range(RACES):
+        for number in range(root_probe.RACES):
             answers = self._group.ask_all(
                 partial(_race, racers=racers, shared=shared, number=number)
             )
             winners.append(sum(has_won for _, has_won in answers))
-        here = describe(real_folder(folder))
-        return [RootProblem(one.lacks, f"{here}: {one.text}") for one in judge_races(winners)]
+        here = root_probe.describe(real_folder(folder))
+        return [
+            root_probe.RootProblem(one.lacks, f"{here}: {one.text}")
+            for one in root_probe.judge_races(winners)
+        ]
 
 
 def _race(node: LedNode, racers: Collection[str], shared: str, number: int) -> bool | Future[bool]:
@@ -118,7 +111,7 @@ def _race(node: LedNode, racers: Collection[str], shared: str, number: int) -> b
 
 
 def root_ending(
-    found: Sequence[tuple[str, RootProblem]], nodes: int
+    found: Sequence[tuple[str, root_probe.RootProblem]], nodes: int
 ) -> tuple[Ending, tuple[str, ...]]:
     """Return how an attempt of `nodes` nodes ends because of its root, and the hosts to exclude.
 
@@ -127,9 +120,9 @@ def root_ending(
     """
     evidence = [f"{host} cannot use the root {one.text}" for host, one in found[:EVIDENCE_MAX]]
     counts = Counter(one.lacks for _, one in found)
-    enough = {LOCKS: nodes - 1, NAMES: 1}
+    enough = {root_probe.LOCKS: nodes - 1, root_probe.NAMES: 1}
     if lacks := [name for name in counts if counts[name] >= enough.get(name, max(2, nodes))]:
-        what = f"no node can use the root, which lacks {', '.join(lacks)}; {ADVICE}"
+        what = f"no node can use the root, which lacks {', '.join(lacks)}; {root_probe.ADVICE}"
         return _ending(Cause.USER_ERROR, [what, *evidence]), ()
     hosts = tuple(dict.fromkeys(host for host, _ in found))
     advice = f"correct the mount on {', '.join(hosts)}; meanwhile, other nodes are used"

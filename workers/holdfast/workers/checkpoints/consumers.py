@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from holdfast.contracts.disk.durable import fsync_directory, make_directory
@@ -41,6 +41,7 @@ from holdfast.contracts.records.consumers import (
     ConsumerOutcome,
     ConsumerState,
     Use,
+    open_uses,
     read_metrics,
     uses_in,
 )
@@ -110,7 +111,7 @@ class Consumers:
         self._reap()
         for use in [one for one in uses.values() if one.state is ConsumerState.STARTED]:
             self._follow(use, wanted.get(use.consumer), uses, journal)
-        for use in find_startable(_open(uses), time.time()):
+        for use in find_startable(open_uses(uses), time.time()):
             self._start(history, use, wanted.get(use.consumer), uses, journal)
         is_open = any(one.state.is_open for one in uses.values())
         return ConsumerTurn(is_open, has_new, tuple(self._messages))
@@ -361,15 +362,8 @@ class Consumers:
             try:
                 metrics = read_metrics(self.paths.consumer(use.start))
                 if metrics:
-                    name = use.consumer
-                    report(
-                        self.paths,
-                        use.checkpoint,
-                        metrics,
-                        by=name,
-                        journal=journal,
-                        consumer=name,
-                    )
+                    facts = {"by": use.consumer, "consumer": use.consumer}
+                    report(self.paths, use.checkpoint, metrics, journal=journal, **facts)
             except SpecError as error:
                 is_done, reason = False, str(error)
         state = state_after(consumer, use.tries, is_done=is_done)
@@ -396,22 +390,8 @@ class Consumers:
             self._messages.append(plain_line(text))
 
 
-def _open(uses: Mapping[tuple[str, str], Use]) -> list[Use]:
-    found = [one for one in uses.values() if one.state.is_open]
-    return sorted(found, key=lambda one: (one.at, one.consumer, one.step))
-
-
 def _with(use: Use, state: ConsumerState, *, reason: str = "", **changes: Any) -> Use:
-    return Use(
-        use.consumer,
-        use.checkpoint,
-        state,
-        changes.get("start", use.start),
-        changes.get("tries", use.tries),
-        use.step,
-        time.time(),
-        reason,
-    )
+    return replace(use, state=state, at=time.time(), reason=reason, **changes)
 
 
 def _order_of(history: RunHistory, use: Use, consumer: Consumer) -> ConsumerOrder:

@@ -19,7 +19,7 @@ from holdfast.contracts.disk.manifest import Manifest, read_manifest
 from holdfast.contracts.disk.mirrors import read_record
 from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.records.consumers import open_uses
+from holdfast.contracts.records.consumers import open_uses, uses_in
 from holdfast.contracts.records.history import (
     RunHistory,
     blamed_checkpoints,
@@ -128,7 +128,7 @@ def checkpoints_in_use(history: RunHistory) -> dict[str, str]:
     """
     uses = {
         use.checkpoint: f"needed by the consumer {use.consumer}"
-        for use in open_uses(history.lines.of_kinds(EventKind.CONSUMER))
+        for use in open_uses(uses_in(history.lines.of_kinds(EventKind.CONSUMER)))
     }
     for event in history.events:
         if event.kind is EventKind.FORKED:

@@ -10,7 +10,7 @@ programs, or are contained. See decision 103.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.contracts.plain_text import counted
@@ -47,9 +47,6 @@ class GpuFinding:
     kind: str
     text: str
     is_fault: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.decisions.flush_forecast import FlushForecast, forecast_flush, grace_warnings
 from holdfast.workers.schedulers import slurm_client
 
-ANSWER_TIMEOUT_S: Final = 5.0
 # With this preemption type the QOS gives the grace, otherwise the partition does.
 BY_QOS: Final = "preempt/qos"
 
@@ -38,11 +37,12 @@ def _scheduler_grace(resources: Resources) -> tuple[str, float | None]:
     """
     if resources.executor != "slurm":
         return "", None
+    ask = slurm_client.call_briefly
     try:
-        if slurm_client.preemption_type(ANSWER_TIMEOUT_S) == BY_QOS:
+        if slurm_client.preemption_type(ask) == BY_QOS:
             name = resources.qos or ""
-            return f"QOS {name}", grace_of_qos(slurm_client.list_qos(ANSWER_TIMEOUT_S), name)
-        found = slurm_client.partitions(ANSWER_TIMEOUT_S)
+            return f"QOS {name}", grace_of_qos(slurm_client.list_qos(ask), name)
+        found = slurm_client.partitions(ask)
     except SchedulerError:
         return "", None
     name, given_s = grace_of_partition(found, resources.partition)

@@ -88,7 +88,6 @@ class KernelLog:
         return xids_in(text)
 
     def close(self) -> None:
-        """Close the log."""
         if self._handle is not None:
             os.close(self._handle)
         self._handle = None

@@ -19,17 +19,7 @@ from typing import Any, Final
 import xxhash
 from pydantic import Field, ValidationError
 
-from holdfast.contracts.disk.bounds import (
-    ByteCount,
-    Count,
-    Moment,
-    Name,
-    Number,
-    Percent,
-    Ranks,
-    Seconds,
-    Step,
-)
+from holdfast.contracts.disk import bounds
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.filesystems import fetch_attributes, send_flag
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, folder_of
@@ -58,20 +48,20 @@ class RankBeat(Document):
     the kernel does not report it.
     """
 
-    rank: Number
-    step: Step
-    phase: Name
-    age_s: Seconds | None
-    step_time_s: Seconds
-    pid: Number
-    step_p50_s: Seconds = 0.0
-    step_p99_s: Seconds = 0.0
-    own_s: Seconds = 0.0
-    rss_bytes: ByteCount | None = None
-    cpu_percent: Percent | None = None
-    threads: Number | None = None
-    read_bytes: Count | None = None
-    write_bytes: Count | None = None
+    rank: bounds.Number
+    step: bounds.Step
+    phase: bounds.Name
+    age_s: bounds.Seconds | None
+    step_time_s: bounds.Seconds
+    pid: bounds.Number
+    step_p50_s: bounds.Seconds = 0.0
+    step_p99_s: bounds.Seconds = 0.0
+    own_s: bounds.Seconds = 0.0
+    rss_bytes: bounds.ByteCount | None = None
+    cpu_percent: bounds.Percent | None = None
+    threads: bounds.Number | None = None
+    read_bytes: bounds.Count | None = None
+    write_bytes: bounds.Count | None = None
 
 
 class NodeBeat(Document):
@@ -82,20 +72,20 @@ class NodeBeat(Document):
     silent in normal operation.
     """
 
-    node: Number
-    host: Name
-    time: Moment
-    attempt: Number
-    launch: Number
-    agent_pid: Number
-    monotonic_s: Seconds = 0.0
-    every_s: Seconds = 0.0
-    boot_id: Name = ""
-    world_size: Ranks = 0
+    node: bounds.Number
+    host: bounds.Name
+    time: bounds.Moment
+    attempt: bounds.Number
+    launch: bounds.Number
+    agent_pid: bounds.Number
+    monotonic_s: bounds.Seconds = 0.0
+    every_s: bounds.Seconds = 0.0
+    boot_id: bounds.Name = ""
+    world_size: bounds.Ranks = 0
     ranks: tuple[RankBeat, ...] = ()
     gpus: tuple[GpuBeat, ...] = ()
     phases: dict[str, PhaseTimes] = Field(default_factory=dict)
-    memory_percent: Percent | None = None
+    memory_percent: bounds.Percent | None = None
 
 
 def interval_s(heartbeat_s: float, nodes: int) -> float:
@@ -129,7 +119,6 @@ class HeartbeatWriter:
             raise OSError(f"{_files(self._paths)[which]}: only a part was written")
 
     def close(self) -> None:
-        """Close the files."""
         while self._handles:
             os.close(self._handles.pop())
 
@@ -248,11 +237,11 @@ def clock_problems(beats: Iterable[NodeBeat], now: float) -> list[str]:
 class _Mark(Document):
     """The part of a heartbeat that tells it from the one before."""
 
-    node: Number
-    launch: Number
-    time: Moment
-    monotonic_s: Seconds = 0.0
-    every_s: Seconds = 0.0
+    node: bounds.Number
+    launch: bounds.Number
+    time: bounds.Moment
+    monotonic_s: bounds.Seconds = 0.0
+    every_s: bounds.Seconds = 0.0
 
 
 @dataclass

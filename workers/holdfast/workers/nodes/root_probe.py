@@ -15,9 +15,9 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from holdfast.contracts.disk.durable import STORAGE_FULL, create_bytes, fsync_directory
 from holdfast.contracts.disk.file_locks import wait_for_lock
@@ -53,9 +53,6 @@ class RootProblem:
 
     lacks: str
     text: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class _UnfitError(Exception):

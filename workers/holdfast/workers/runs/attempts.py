@@ -14,17 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from holdfast.contracts import errors
 from holdfast.contracts.disk.durable import fsync_directory, make_directory
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
-from holdfast.contracts.errors import (
-    NotFoundError,
-    OrdersChangedError,
-    RunConflictError,
-    SchedulerError,
-    SchedulerUnavailableError,
-    SubmissionRefusedError,
-)
 from holdfast.contracts.records.attempt import (
     Claim,
     Request,
@@ -94,7 +87,7 @@ def submit_attempt(
         number = taken[-1].number + 1 if taken else 1
         attempt = reserve(paths, number)
     if attempt is None:
-        raise RunConflictError(
+        raise errors.RunConflictError(
             f"attempt {number} of {paths.name} was reserved by another process; only one "
             "supervisor submits a run's attempts, so wait for that one"
         )
@@ -150,7 +143,7 @@ def resume_submission(
     attempt = taken[-1]
     request = read_document(Request, attempt.request)
     if request is None:
-        raise NotFoundError(
+        raise errors.NotFoundError(
             f"{attempt.directory}: reserved, but its request was never written; call "
             "`abandon_reservation` to free the number"
         )
@@ -193,13 +186,13 @@ def _await_answer(
     absence_s = executor_for(request.executor).absence_s
     # Only that host can see the process.
     if request.executor == "local" and tried.host != socket.gethostname():
-        raise SchedulerUnavailableError(
+        raise errors.SchedulerUnavailableError(
             f"attempt {attempt.number} was being started on {tried.host} with the local executor; "
             "run the command there"
         )
     waited_s = absences.seconds(attempt.number, tried.count)
     if waited_s < absence_s:
-        raise SchedulerUnavailableError(
+        raise errors.SchedulerUnavailableError(
             f"it is unknown whether the scheduler accepted {request.job_name}, which it does not "
             f"list; it is submitted again if it does not appear within {absence_s:.0f} s"
         )
@@ -251,7 +244,7 @@ def cancel_leftovers(attempt: AttemptPaths, request: Request, *, ended: str | No
     if tried is None or not tried.may_have_duplicates:
         return
     executor = executor_for(request.executor)
-    with contextlib.suppress(SchedulerError):
+    with contextlib.suppress(errors.SchedulerError):
         for job in executor.live_jobs(request):
             if job.job_id != ended:
                 executor.cancel(request, job)
@@ -292,7 +285,7 @@ def abandon_reservation(attempt: AttemptPaths, journal: JournalWriter) -> None:
     # The claim decides between this process and a job that starts late: the one that creates it
     # wins.
     if read_document(Request, attempt.request) or not close_claim(attempt):
-        raise RunConflictError(
+        raise errors.RunConflictError(
             f"{attempt.directory}: has a request; call `resume_submission` instead"
         )
     evidence = "the submitting process ended before the request was written"
@@ -368,7 +361,7 @@ def _start_waiting(
 
 def _require_no_ending(paths: RunPaths, attempt: AttemptPaths, book: OrderBook) -> None:
     if (order := book.ending(attempt.number)) is not None:
-        raise OrdersChangedError(
+        raise errors.OrdersChangedError(
             f"{order.data.get('by') or 'an operator'} asked to {order.data['action']} "
             f"{paths.name} before attempt {attempt.number} was submitted"
         )
@@ -398,14 +391,14 @@ def _submit(
         write_document(attempt.submitting, asked)
     try:
         submission = executor_for(request.executor).submit(attempt, request)
-    except SchedulerUnavailableError:
+    except errors.SchedulerUnavailableError:
         # The answer is unknown, so no refusal is recorded: the job may exist.
         raise
-    except SchedulerError as error:
+    except errors.SchedulerError as error:
         message = str(error)
         refused = {
             "refused": message,
-            "may_pass": isinstance(error, SubmissionRefusedError) and error.may_pass,
+            "may_pass": isinstance(error, errors.SubmissionRefusedError) and error.may_pass,
             "refusals": asked.refusals + 1,
             "refused_since": asked.refused_since or now,
         }

@@ -408,15 +408,9 @@ def _ending_data(
 
 def job_log_tail(attempt: AttemptPaths) -> str:
     """Return the end of the job's standard error, or '' if there is none."""
-    request = read_document(Request, attempt.request)
-    number = request.successor if request is not None else 0
-    run = RunPaths(folder_of(attempt.request))
-    # The job of a successor or restart was submitted before there was the attempt's folder.
-    logs = run.successor(number).logs if number else attempt.logs
-    if request is not None and request.restart_of:
-        from holdfast.workers.runs.restarts import first_of
+    from holdfast.workers.runs.restarts import job_logs
 
-        logs = first_of(run, request).logs
+    logs = job_logs(attempt)
     found = sorted(logs.glob("*.err"))
     try:
         return read_tail(found[-1], LOG_TAIL_BYTES, below=logs.parent) if found else ""

@@ -16,7 +16,7 @@ from holdfast.contracts.errors import HoldfastError, NotFoundError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.checkpoint_choice import newest_of_branch
 from holdfast.contracts.records.history import RunHistory
-from holdfast.contracts.records.topology import SavedTopology, has_mesh, problem_with_mesh
+from holdfast.contracts.records.topology import SavedTopology, problem_with_mesh
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Feasibility:
 
     def doubt(self, gpus: int) -> str | None:
         """Return why it is unknown whether `gpus` GPUs can hold the state; None if it is known."""
-        if self.newest is None or has_mesh(self.newest):
+        # The manifest of an imported checkpoint may have no mesh.
+        if self.newest is None or "mesh" in self.newest.topology:
             return None
         if self.ranks(gpus) == self.newest.world_size:
             return None

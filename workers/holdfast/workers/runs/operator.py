@@ -8,20 +8,11 @@ from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal
 
+from holdfast.contracts import errors
 from holdfast.contracts.disk.durable import STORAGE_FULL
 from holdfast.contracts.disk.journal import AUTOMATIC, EventKind
 from holdfast.contracts.disk.manifest import read_manifest, require_own_directory
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, checkpoint_id
-from holdfast.contracts.errors import (
-    HoldfastError,
-    NotFoundError,
-    OrdersChangedError,
-    RequestConflictError,
-    RunStateError,
-    SchedulerError,
-    SchedulerUnavailableError,
-    SpecError,
-)
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.attempt import (
     Request,
@@ -84,7 +75,7 @@ def return_when_free(watch: ReturnWatch, history: RunHistory, *, now: float, wri
     rooms = Rooms(lambda _: executor_for(resources.executor).room(resources, is_urgent=False))
     try:
         exclude = exclude_for(history, rooms, place=0, gpus=last.gpus, now=now)
-    except SchedulerUnavailableError:
+    except errors.SchedulerUnavailableError:
         # Without an answer the run stays where it is.
         return ""
     why = watch.look(history, ask_capacity(resources, exclude=exclude), now=now)
@@ -157,7 +148,7 @@ def request(
                 raise
             # The reserve can be released once, for a second try.
             if not release_reserve(paths):
-                raise HoldfastError(_disk_full_message(paths, action, error)) from error
+                raise errors.HoldfastError(_disk_full_message(paths, action, error)) from error
 
 
 def _disk_full_message(paths: RunPaths, action: Action, error: OSError) -> str:
@@ -239,7 +230,7 @@ def pin(paths: RunPaths, checkpoint: str, *, by: str, note: str = "", writer: st
         # A deletion removes the manifest and then looks for pins, so one of the two sees the other.
         try:
             _check_committed(paths, checkpoint)
-        except HoldfastError as error:
+        except errors.HoldfastError as error:
             book.note(number, OrderState.FAILED, str(error))
             raise
     return checkpoint_id(paths.name, checkpoint)
@@ -249,7 +240,7 @@ def unpin(paths: RunPaths, checkpoint: str, *, by: str, writer: str = "cli") -> 
     """Make a checkpoint subject to the keep rules again; return its id."""
     with _orders_of_run(paths) as book:
         if checkpoint not in pinned_checkpoints(load_tallied(paths).events):
-            raise RunStateError(f"{checkpoint_id(paths.name, checkpoint)} is not pinned")
+            raise errors.RunStateError(f"{checkpoint_id(paths.name, checkpoint)} is not pinned")
         book.give(EventKind.UNPINNED, checkpoint=checkpoint, by=by, via=writer)
     return checkpoint_id(paths.name, checkpoint)
 
@@ -272,7 +263,7 @@ def _refuse_automatic(history: RunHistory, asked: _Asked) -> None:
         return
     last, before = history.last_attempt, history.pending_request
     if before is not None:
-        raise RequestConflictError(
+        raise errors.RequestConflictError(
             f"run {history.paths.name}: {asked.by} does not {asked.action} it, because "
             f"{before.get('by') or 'another operator'} asked to {before['action']} it",
             by=str(before.get("by")),
@@ -280,7 +271,7 @@ def _refuse_automatic(history: RunHistory, asked: _Asked) -> None:
             at=time.time(),
         )
     if last is None or last.state.is_terminal:
-        raise OrdersChangedError(
+        raise errors.OrdersChangedError(
             f"run {history.paths.name}: {asked.by} does not {asked.action} it, because its attempt "
             "has ended"
         )
@@ -301,7 +292,7 @@ def _refuse_second(history: RunHistory, now: float) -> None:
         return
     who, action = str(asked.get("by") or "another operator"), str(asked["action"])
     size = f" at {counted(asked['gpus'], 'GPU')}" if asked.get("gpus") else ""
-    raise RequestConflictError(
+    raise errors.RequestConflictError(
         f"{who} asked to {action} run {history.paths.name}{size} "
         f"{max(age_s, 0.0):.0f} s ago, and that request is still pending; wait until it is done, "
         "then repeat yours",
@@ -339,9 +330,11 @@ def _check(history: RunHistory, asked: _Asked) -> None:
     """Raise `SpecError` for a wrong request, and `RunStateError` for one at the wrong time."""
     run, state, action = history.paths.name, history.state, asked.action
     if action not in ACTIONS:
-        raise SpecError(f"{action!r}: expected one of {', '.join(ACTIONS)}")
+        raise errors.SpecError(f"{action!r}: expected one of {', '.join(ACTIONS)}")
     if asked.now and action != "cancel":
-        raise SpecError(f"{action} always saves a last checkpoint; only cancel can leave it out")
+        raise errors.SpecError(
+            f"{action} always saves a last checkpoint; only cancel can leave it out"
+        )
     last = history.last_attempt
     before = history.pending_request or {}
     refusal = problem_with_state(
@@ -352,20 +345,22 @@ def _check(history: RunHistory, asked: _Asked) -> None:
         is_pausing=before.get("action") == "pause",
     )
     if refusal:
-        raise RunStateError(refusal)
+        raise errors.RunStateError(refusal)
     reason = why_not_submitted(history.record) if action in OPERATOR_GOES_ON else ""
     if reason:
-        raise SpecError(f"run {run}: {reason}. Nothing was queued or stopped", [reason])
+        raise errors.SpecError(f"run {run}: {reason}. Nothing was queued or stopped", [reason])
     if (gpus := asked.gpus) is None:
         return
     if action != "relaunch":
-        raise SpecError(f"{action} takes no GPU count; use `holdfast relaunch {run} --gpus {gpus}`")
+        raise errors.SpecError(
+            f"{action} takes no GPU count; use `holdfast relaunch {run} --gpus {gpus}`"
+        )
     problem = problem_with(history.spec, gpus)
     if problem:
-        raise SpecError(f"run {run}: {problem}", [problem])
+        raise errors.SpecError(f"run {run}: {problem}", [problem])
     problem = Feasibility.of(history).problem(gpus)
     if problem:
-        raise SpecError(
+        raise errors.SpecError(
             f"run {run}: {problem}; a program that can load it is another run: start it with "
             "`holdfast fork --spec`. Nothing was queued or stopped",
             [problem],
@@ -400,7 +395,7 @@ def _end_attempt(
         # Another user's run could name a job of this user's. Its own supervisor takes jobs back.
         if paths.is_mine() and _take_back(paths.attempt(view.number)):
             return f"attempt {view.number} was still queued and is cancelled ({action})"
-    except SchedulerError as error:
+    except errors.SchedulerError as error:
         return (
             f"{action} of attempt {view.number} is pending, because {_problem(error)}. The run's "
             "supervisor tries again until it is done"
@@ -408,9 +403,9 @@ def _end_attempt(
     return message
 
 
-def _problem(error: SchedulerError) -> str:
+def _problem(error: errors.SchedulerError) -> str:
     """Return why a job could not be taken back."""
-    is_silent = isinstance(error, SchedulerUnavailableError)
+    is_silent = isinstance(error, errors.SchedulerUnavailableError)
     return f"the scheduler {'does not answer' if is_silent else 'refuses it'}: {error}"
 
 
@@ -471,7 +466,7 @@ def carry_out(history: RunHistory) -> str:
             _write_stop(attempt, given, number)
     try:
         is_done = _take_back(attempt)
-    except SchedulerError as error:
+    except errors.SchedulerError as error:
         with open_orders(paths) as book:
             book.note(number, OrderState.PENDING, _problem(error))
         raise
@@ -491,7 +486,7 @@ def _what_follows(history: RunHistory, action: Action, gpus: int | None) -> str:
 def _check_committed(paths: RunPaths, checkpoint: str) -> None:
     manifest = read_manifest(paths.checkpoint(checkpoint))
     if manifest is None:
-        raise NotFoundError(
+        raise errors.NotFoundError(
             f"no committed checkpoint {checkpoint!r} in run {paths.name}; "
             f"list them with `holdfast checkpoints {paths.name}`"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from holdfast.contracts.disk.digests import command_digest
 from holdfast.contracts.records.attempt import Provenance, Request, RunRecord
@@ -37,19 +37,13 @@ NOT_REQUEUED: Final = {"no-requeue": True, "no-kill": True}
 EXPEDITED: Final = {"requeue": "expedite"}
 
 
-def job_name(run: str, run_uid: str, attempt: int) -> str:
-    """Return the scheduler's job name for an attempt, by which any process can find the job."""
-    return f"holdfast-{run}-{run_uid[:8]}-a{attempt:04d}"
+def job_name(run: str, run_uid: str, kind: Literal["a", "s", "c"], number: int) -> str:
+    """Return the scheduler's name for a job, by which any process can find it.
 
-
-def successor_name(run: str, run_uid: str, number: int) -> str:
-    """Return the scheduler's job name for a successor. An attempt that it runs has this name."""
-    return f"holdfast-{run}-{run_uid[:8]}-s{number:04d}"
-
-
-def consumer_name(run: str, run_uid: str, number: int) -> str:
-    """Return the scheduler's job name for a start of a consumer of a checkpoint."""
-    return f"holdfast-{run}-{run_uid[:8]}-c{number:04d}"
+    It is that of an attempt ("a"), of a successor ("s"), whose name an attempt keeps that runs in
+    it, or of a start of a consumer of a checkpoint ("c").
+    """
+    return f"holdfast-{run}-{run_uid[:8]}-{kind}{number:04d}"
 
 
 def as_successor(request: Request, number: int, after_job: str) -> Request:
@@ -62,8 +56,8 @@ def as_successor(request: Request, number: int, after_job: str) -> Request:
 
 def run_by(request: Request, number: int) -> Request:
     """Return the request of an attempt that successor `number` runs, or with 0 its own job."""
-    run, uid = request.run, request.run_uid
-    name = successor_name(run, uid, number) if number else job_name(run, uid, request.attempt)
+    kind: Literal["a", "s"] = "s" if number else "a"
+    name = job_name(request.run, request.run_uid, kind, number or request.attempt)
     scheduler = {**request.scheduler, "job_name": name}
     return request.model_copy(
         update={"job_name": name, "successor": number, "restart_of": 0, "scheduler": scheduler}
@@ -127,7 +121,7 @@ def build_request(
     """
     spec = spec.model_copy(update={"resources": spec.resources.at(place)})
     share = spec.share(gpus)
-    name = job_name(record.run, record.uid, attempt)
+    name = job_name(record.run, record.uid, "a", attempt)
     directory = Path(record.root) / record.run
     working_directory = working_directory_of(record, spec)
     parameters = (
@@ -210,7 +204,7 @@ def consumer_request(
         created_at=created_at,
         cluster=cluster,
     )
-    name = consumer_name(request.run, request.run_uid, number)
+    name = job_name(request.run, request.run_uid, "c", number)
     scheduler = {**request.scheduler, "job_name": name}
     if job.cpus:
         scheduler["cpus_per_task"] = job.cpus

@@ -9,6 +9,7 @@ it does not train. See decision 99.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.disk.bounds import NUMBER_MAX
@@ -265,6 +266,18 @@ def first_of(run: RunPaths, request: Request) -> AttemptPaths:
             break
         request = before
     return run.attempt(number)
+
+
+def job_logs(attempt: AttemptPaths) -> Path:
+    """Return the folder with the logs of an attempt's job.
+
+    A successor's job and a restart's were submitted before there was the attempt's folder.
+    """
+    request = read_document(Request, attempt.request)
+    if request is not None and request.restart_of:
+        return first_of(attempt.run, request).logs
+    number = request.successor if request is not None else 0
+    return attempt.run.successor(number).logs if number else attempt.logs
 
 
 def is_allowed(spec: RunSpec, gpus: int) -> bool:

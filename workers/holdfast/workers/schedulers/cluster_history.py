@@ -148,7 +148,7 @@ def read_history(resources: Resources, days: float, *, now: float, ask: Ask | No
             f"partition {resources.partition or '(default)'}: no node with GPUs of the spec; check "
             "resources.partition and resources.gpu_type"
         )
-    if "gres/gpu" not in slurm_client.settings(ask=ask).get("AccountingStorageTRES", ""):
+    if "gres/gpu" not in slurm_client.settings(ask).get("AccountingStorageTRES", ""):
         raise SpecError(
             "Slurm does not account for GPUs here (no gres/gpu in AccountingStorageTRES), so their "
             "past use is unknown; give a trace with --trace"
@@ -194,7 +194,7 @@ def _events(period: tuple[str, str], ask: Ask) -> Iterator[tuple[str, float, flo
 
 def _gpus_by_node(resources: Resources, ask: Ask) -> dict[str, int]:
     """Return the GPUs of the nodes of the partitions that the spec names, or of the default."""
-    mine = chosen_partitions(resources, slurm_client.partitions(ask=ask))
+    mine = chosen_partitions(resources, slurm_client.partitions(ask))
     names = {str(one.get("PartitionName")) for one in mine}
     kind = resources.gpu_type or gpu_kind(resources.gres or "")
     return {

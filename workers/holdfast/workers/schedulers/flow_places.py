@@ -22,7 +22,6 @@ from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.workers.nodes.processes import ProcessName, is_alive, name_process
 from holdfast.workers.schedulers import slurm_client
-from holdfast.workers.schedulers import slurm_client as slurm_answers
 from holdfast.workers.schedulers.slurm_client import translate
 
 JOB_NAME: Final = "holdfast-flow"
@@ -167,7 +166,7 @@ def is_running(place: FlowPlace) -> bool:
     """
     if place.kind == "process":
         return is_alive(place.process)
-    line = slurm_answers.listed_jobs().get(place.job_id) or slurm_client.show_job(place.job_id)
+    line = slurm_client.listed_jobs().get(place.job_id) or slurm_client.show_job(place.job_id)
     state = translate(line.state) if line is not None and line.name == JOB_NAME else None
     return state is not None and not state.is_terminal
 

@@ -30,7 +30,6 @@ from holdfast.contracts.spec.slurm_options import LOSES_JOB, problem_with_option
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.nodes.setup_lines import checked_lines
 from holdfast.workers.schedulers import slurm_client, slurm_restarts
-from holdfast.workers.schedulers import slurm_client as slurm_answers
 from holdfast.workers.schedulers.base import (
     BECAUSE_EXCLUDED,
     FORGOTTEN,
@@ -172,11 +171,11 @@ class SlurmExecutor(Executor):
         return Submission(job_id=job.job_id, executor=self.kind, submitted_at=time.time())
 
     def cluster(self) -> str | None:
-        return slurm_answers.cluster_name()
+        return slurm_client.cluster_name()
 
     def expedites(self) -> bool:
-        ask = partial(slurm_answers.shared_call, age_s=slurm_answers.CAPACITY_AGE_S)
-        return not slurm_restarts.problem_with_cluster(slurm_client.settings(ask=ask))
+        ask = partial(slurm_client.shared_call, age_s=slurm_client.CAPACITY_AGE_S)
+        return not slurm_restarts.problem_with_cluster(slurm_client.settings(ask))
 
     def start_of(self, request: Request, submission: Submission) -> JobStart | None:
         line = self._show(request, submission)
@@ -242,15 +241,13 @@ class SlurmExecutor(Executor):
             self._scancel("--state=PENDING", submission.job_id)
 
     def is_pending(self, request: Request, submission: Submission) -> bool:
-        line = self._show(request, submission)
-        return line is not None and bare_state(line.state) == "PENDING"
+        return self._show_pending(request, submission) is not None
 
     def change_exclusion(
         self, request: Request, submission: Submission, exclude: Collection[str]
     ) -> bool:
-        _require_cluster(request)
-        line = slurm_client.show_job(submission.job_id)
-        if line is None or line.name != request.job_name or bare_state(line.state) != "PENDING":
+        line = self._show_pending(request, submission)
+        if line is None:
             return False
         before = slurm_client.expand_hosts((line.fields or {}).get("ExcNodeList", ""))
         if set(before) == set(exclude):
@@ -260,9 +257,8 @@ class SlurmExecutor(Executor):
         return True
 
     def drop_dependency(self, request: Request, submission: Submission) -> bool:
-        _require_cluster(request)
-        line = slurm_client.show_job(submission.job_id)
-        if line is None or line.name != request.job_name or bare_state(line.state) != "PENDING":
+        line = self._show_pending(request, submission)
+        if line is None:
             return False
         if (line.fields or {}).get("Dependency", NO_DEPENDENCY) in {"", NO_DEPENDENCY}:
             return False
@@ -279,19 +275,15 @@ class SlurmExecutor(Executor):
         if request.expedite:
             return self._status_of_start(request, submission, since)
         # Slurm reuses job ids, so a job with another name is another job.
-        line = slurm_answers.listed_jobs(since=since).get(submission.job_id)
+        line = slurm_client.listed_jobs(since=since).get(submission.job_id)
         if line is not None and line.name == request.job_name:
             return _status_of(line)
         # The job has ended, or was submitted after the shared answer.
-        line = slurm_client.show_job(submission.job_id)
-        if line is not None and line.name == request.job_name:
+        line = self._show(request, submission)
+        if line is not None:
             return _status_of(line)
-        recorded = slurm_client.recorded_jobs(
-            job_id=submission.job_id, since=submission.submitted_at
-        )
-        mine = [job for job in recorded if job.name == request.job_name]
-        if mine:
-            return _recorded_status(mine[-1])
+        if recorded := _recorded(request, submission):
+            return _recorded_status(recorded[-1])
         return self._absent(submission.submitted_at, request.job_name)
 
     def _status_of_start(self, request: Request, submission: Submission, since: float) -> JobStatus:
@@ -300,23 +292,19 @@ class SlurmExecutor(Executor):
         Slurm is asked about this job alone only while the answer about all jobs does not show this
         start. The processes of this host share that, too.
         """
-        listed = slurm_answers.listed_starts(since=since).get(submission.job_id)
+        listed = slurm_client.listed_starts(since=since).get(submission.job_id)
         if (
             listed is not None
             and listed.name == request.job_name
             and slurm_restarts.restarts_of(listed.fields) == submission.restarts
         ):
             return _status_of(listed)
-        ask = partial(slurm_answers.shared_call, age_s=slurm_answers.JOBS_AGE_S, since=since)
-        line = slurm_client.show_job(submission.job_id, ask=ask)
-        known = line is not None and line.name == request.job_name
+        ask = partial(slurm_client.shared_call, age_s=slurm_client.JOBS_AGE_S, since=since)
+        line = self._show(request, submission, ask)
         rows: list[JobLine] = []
-        if not known or (line is not None and slurm_restarts.restarts_of(line.fields)):
-            rows = slurm_client.recorded_jobs(
-                job_id=submission.job_id, since=submission.submitted_at
-            )
-            rows = [row for row in rows if row.name == request.job_name]
-        if line is None or not known:
+        if line is None or slurm_restarts.restarts_of(line.fields):
+            rows = _recorded(request, submission)
+        if line is None:
             if len(rows) <= submission.restarts:
                 return self._absent(submission.submitted_at, request.job_name)
             return _recorded_status(rows[submission.restarts])
@@ -335,11 +323,17 @@ class SlurmExecutor(Executor):
             return
         self._scancel(submission.job_id)
 
-    def _show(self, request: Request, submission: Submission) -> JobLine | None:
+    def _show(
+        self, request: Request, submission: Submission, ask: slurm_client.Ask | None = None
+    ) -> JobLine | None:
         """Return the job as Slurm knows it; None if the id is unknown or of another job."""
         _require_cluster(request)
-        line = slurm_client.show_job(submission.job_id)
+        line = slurm_client.show_job(submission.job_id, ask)
         return line if line is not None and line.name == request.job_name else None
+
+    def _show_pending(self, request: Request, submission: Submission) -> JobLine | None:
+        line = self._show(request, submission)
+        return line if line is not None and bare_state(line.state) == "PENDING" else None
 
     def _scancel(self, *arguments: str) -> None:
         try:
@@ -358,7 +352,7 @@ class SlurmExecutor(Executor):
         is_urgent: bool = True,
     ) -> Room | None:
         held = held or {}
-        shared = partial(slurm_answers.shared_call, age_s=slurm_answers.CAPACITY_AGE_S)
+        shared = partial(slurm_client.shared_call, age_s=slurm_client.CAPACITY_AGE_S)
         ask = slurm_client.call if is_urgent else shared
         allowed, problem, notice_s = None, "", slurm_client.NOTICE_S
         try:
@@ -367,7 +361,7 @@ class SlurmExecutor(Executor):
                 notice_s = slurm_client.notice_s(shared)
             names = str(resources.extra.get("reservation", ""))
             chosen = slurm_client.reservation_nodes(names, ask) if names else None
-            wanted = wanted_of(resources, chosen, slurm_client.partitions(ask=ask))
+            wanted = wanted_of(resources, chosen, slurm_client.partitions(ask))
             try:
                 allowed = self._gpus_under_qos(resources.qos, held, ask)
             except SchedulerUnavailableError as error:
@@ -400,11 +394,11 @@ class SlurmExecutor(Executor):
 
     def drained(self, request: Request, submission: Submission) -> dict[str, str]:
         _require_cluster(request)
-        listed = slurm_answers.listed_starts if request.expedite else slurm_answers.listed_jobs
+        listed = slurm_client.listed_starts if request.expedite else slurm_client.listed_jobs
         line = listed().get(submission.job_id)
         if line is None or line.name != request.job_name:
             return {}
-        shared = partial(slurm_answers.shared_call, age_s=slurm_answers.CAPACITY_AGE_S)
+        shared = partial(slurm_client.shared_call, age_s=slurm_client.CAPACITY_AGE_S)
         return drained_hosts(slurm_client.show_nodes(shared), slurm_client.expand_hosts(line.nodes))
 
     def comment(self, request: Request, submission: Submission, text: str) -> None:
@@ -421,11 +415,10 @@ class SlurmExecutor(Executor):
 
     def held_after_end(self, request: Request, submission: Submission) -> dict[str, int]:
         try:
-            _require_cluster(request)
-            line = slurm_client.show_job(submission.job_id)
+            line = self._show(request, submission)
         except SchedulerError:
             return {}
-        if line is None or line.name != request.job_name or bare_state(line.state) != "COMPLETING":
+        if line is None or bare_state(line.state) != "COMPLETING":
             return {}
         return dict.fromkeys(slurm_client.expand_hosts(line.nodes), request.gpus_on_node)
 
@@ -439,12 +432,18 @@ class SlurmExecutor(Executor):
         )
 
 
+def _recorded(request: Request, submission: Submission) -> list[JobLine]:
+    """Return what Slurm's accounting has of the job, for each of its starts."""
+    found = slurm_client.recorded_jobs(job_id=submission.job_id, since=submission.submitted_at)
+    return [job for job in found if job.name == request.job_name]
+
+
 def _require_cluster(request: Request) -> None:
     """Raise `SchedulerUnavailableError` if the job is on another cluster than this host asks.
 
     Two clusters may share a root. One would not know the other's jobs, or have others of their ids.
     """
-    asked = slurm_answers.cluster_name() if request.cluster else None
+    asked = slurm_client.cluster_name() if request.cluster else None
     if asked is not None and asked != request.cluster:
         raise SchedulerUnavailableError(
             f"{request.job_name} was submitted to the Slurm cluster {request.cluster!r}, but this "

@@ -83,6 +83,8 @@ def bare_state(state: str) -> str:
 
 
 CALL_TIMEOUT_S: Final = 20.0
+# For an answer without which Holdfast goes on.
+ANSWER_TIMEOUT_S: Final = 5.0
 # Slurm's default of SlurmdTimeout.
 NOTICE_S: Final = 300.0
 # How often a command that a signal killed is repeated.
@@ -163,6 +165,11 @@ def _run(arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedProc
 
 Ask = Callable[[Sequence[str]], str]
 """Runs a Slurm command and returns its output, like `call`."""
+
+
+def call_briefly(arguments: Sequence[str]) -> str:
+    """Do what `call` does, but wait for `ANSWER_TIMEOUT_S` only."""
+    return call(arguments, timeout_s=ANSWER_TIMEOUT_S)
 
 
 def is_users_default(name: str) -> bool:
@@ -303,13 +310,11 @@ def recorded_jobs(*, name: str = "", job_id: str = "", since: float = 0.0) -> li
 NO_COMMENT: Final = "(null)"
 
 
-def show_job(
-    job_id: str, timeout_s: float = CALL_TIMEOUT_S, ask: Ask | None = None
-) -> JobLine | None:
+def show_job(job_id: str, ask: Ask | None = None) -> JobLine | None:
     """Return the job as the controller knows it, or None if it no longer knows the job."""
     command = ["scontrol", "--all", "-o", "show", "job", checked_id(job_id)]
     try:
-        out = (ask or partial(call, timeout_s=timeout_s))(command)
+        out = (ask or call)(command)
     except SchedulerUnavailableError:
         raise
     except SchedulerError as error:
@@ -347,11 +352,9 @@ def show_nodes(ask: Ask = call) -> list[dict[str, str]]:
     return [parse_fields(line) for line in out.splitlines() if line.startswith("NodeName=")]
 
 
-def partitions(timeout_s: float = CALL_TIMEOUT_S, ask: Ask | None = None) -> list[dict[str, str]]:
+def partitions(ask: Ask = call) -> list[dict[str, str]]:
     """Return every partition's fields as `scontrol show partition` prints them, hidden ones too."""
-    out = (ask or partial(call, timeout_s=timeout_s))(
-        ["scontrol", "--all", "-o", "show", "partition"]
-    )
+    out = ask(["scontrol", "--all", "-o", "show", "partition"])
     return [parse_fields(line) for line in out.splitlines() if line.startswith("PartitionName=")]
 
 
@@ -375,9 +378,9 @@ def chosen_partitions(
     ]
 
 
-def version(timeout_s: float = CALL_TIMEOUT_S) -> str:
+def version() -> str:
     """Return the version of this host's Slurm commands, such as `22.05.8`; '' if unknown."""
-    words = call(["scontrol", "--version"], timeout_s).split()
+    words = call(["scontrol", "--version"]).split()
     return words[-1] if words else ""
 
 
@@ -386,34 +389,33 @@ def is_tested(version: str) -> bool:
     return version.startswith(tuple(f"{tested}." for tested in TESTED))
 
 
-def preemption_type(timeout_s: float = CALL_TIMEOUT_S) -> str:
+def preemption_type(ask: Ask = call) -> str:
     """Return how the site preempts, such as `preempt/partition_prio`, or '' if unknown."""
-    return settings(timeout_s).get("PreemptType", "")
+    return settings(ask).get("PreemptType", "")
 
 
-def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
+def list_qos(ask: Ask = call) -> dict[str, tuple[str, str]]:
     """Return each QOS's preemption grace and the QOSs that it preempts, as sacctmgr prints them."""
     command = ["sacctmgr", "-n", "-P", "show", "qos", "format=Name,GraceTime,Preempt"]
-    rows = [line.split("|") for line in call(command, timeout_s).splitlines()]
+    rows = [line.split("|") for line in ask(command).splitlines()]
     return {row[0]: (row[1], row[2]) for row in rows if len(row) == 3}
 
 
 def enforces_qos(ask: Ask = call) -> bool:
     """Return True if the controller enforces the limits of each QOS."""
-    enforced = settings(ask=ask).get("AccountingStorageEnforce", "")
+    enforced = settings(ask).get("AccountingStorageEnforce", "")
     return not {"limits", "qos"}.isdisjoint(enforced.split(","))
 
 
-def settings(timeout_s: float = CALL_TIMEOUT_S, ask: Ask | None = None) -> dict[str, str]:
+def settings(ask: Ask = call) -> dict[str, str]:
     """Return the controller's settings by name, as `scontrol show config` prints them."""
-    out = (ask or partial(call, timeout_s=timeout_s))(["scontrol", "show", "config"])
-    pairs = (line.partition("=") for line in out.splitlines())
+    pairs = (line.partition("=") for line in ask(["scontrol", "show", "config"]).splitlines())
     return {name.strip(): value.strip() for name, mark, value in pairs if mark}
 
 
 def notice_s(ask: Ask = call) -> float:
     """Return the seconds after which the controller reports that a silent node is down."""
-    found = re.match(r"[0-9]+", settings(ask=ask).get("SlurmdTimeout", ""))
+    found = re.match(r"[0-9]+", settings(ask).get("SlurmdTimeout", ""))
     # 0 stands for never, so the usual time is assumed.
     return float(found[0]) if found and int(found[0]) else NOTICE_S
 
@@ -572,13 +574,7 @@ class _Answer:
         return self.output
 
 
-def shared_call(
-    arguments: Sequence[str],
-    timeout_s: float = CALL_TIMEOUT_S,
-    *,
-    age_s: float,
-    since: float = 0.0,
-) -> str:
+def shared_call(arguments: Sequence[str], *, age_s: float, since: float = 0.0) -> str:
     """Return the output of a Slurm command, or an earlier one that is at most `age_s` seconds old.
 
     From the time `since` (Unix seconds) on, one from before it is used only if the controller is
@@ -592,12 +588,12 @@ def shared_call(
             # Another process may have asked while this one waited.
             known = _read(place)
             if known is None or not known.is_fresh(age_s, since):
-                known = _ask(arguments, timeout_s)
+                known = _ask(arguments)
                 content = to_json(asdict(known))
                 write_bytes(place, content, mode=0o600, below=holdfast_home())
     except (OSError, ForeignFileError, SpecError):
         # Without a usable home there is nothing to share.
-        return call(arguments, timeout_s)
+        return call(arguments)
     return known.read()
 
 
@@ -642,7 +638,7 @@ def cluster_name() -> str | None:
 @lru_cache
 def _cluster_name(_: tuple[str | None, ...]) -> str:
     ask = partial(shared_call, age_s=CAPACITY_AGE_S)
-    return settings(ask=ask).get("ClusterName", "")
+    return settings(ask).get("ClusterName", "")
 
 
 def _job(row: Sequence[str]) -> JobLine:
@@ -671,12 +667,12 @@ def _locked(place: Path) -> Iterator[None]:
         yield
 
 
-def _ask(arguments: Sequence[str], timeout_s: float) -> _Answer:
+def _ask(arguments: Sequence[str]) -> _Answer:
     began, asked_at = time.monotonic(), time.time()
     output = problem = ""
     is_refusal = False
     try:
-        output = call(arguments, timeout_s)
+        output = call(arguments)
     except SchedulerError as error:
         problem, is_refusal = str(error), not isinstance(error, SchedulerUnavailableError)
     return _Answer(

@@ -78,7 +78,6 @@ def _read(partition: Fields, nodes: Sequence[Fields]) -> PartitionFacts:
     )
 
 
-ANSWER_TIMEOUT_S: Final = 5.0
 # A rank needs one CPU for its own thread, and one for loading data and copies.
 CPUS_PER_RANK_MIN: Final = 2.0
 MEMORY_GB_PER_RANK_MIN: Final = 8.0
@@ -92,8 +91,8 @@ def warnings_of_defaults(spec: RunSpec) -> list[str]:
     if spec.resources.executor != "slurm" or not spec.resources.gpus_on_node:
         return []
     try:
-        settings = slurm_client.settings(ANSWER_TIMEOUT_S)
-        partitions = slurm_client.partitions(ANSWER_TIMEOUT_S)
+        settings = slurm_client.settings(slurm_client.call_briefly)
+        partitions = slurm_client.partitions(slurm_client.call_briefly)
     except SchedulerError:
         return []
     return default_warnings(spec, settings, partitions)

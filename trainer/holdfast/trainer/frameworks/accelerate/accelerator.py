@@ -309,7 +309,7 @@ class Accelerator(LoopMethods[Training], accelerate.Accelerator):
         if input_dir is not None:
             folder: Path | None = Path(input_dir).expanduser().absolute()
         elif self.project_configuration.automatic_checkpoint_naming:
-            folder = newest_folder(self.project_configuration)
+            folder = next(reversed(numbered(numbered_folder(self.project_configuration))), None)
         else:
             raise SpecError(
                 "load_state without input_dir: expected a folder, or a ProjectConfiguration with "
@@ -408,11 +408,6 @@ class Folders:
 
 def numbered_folder(configuration: Any) -> Path:
     return Path(configuration.project_dir).expanduser().absolute() / "checkpoints"
-
-
-def newest_folder(configuration: Any) -> Path | None:
-    found = numbered(numbered_folder(configuration))
-    return found[-1] if found else None
 
 
 def numbered(parent: Path) -> list[Path]:

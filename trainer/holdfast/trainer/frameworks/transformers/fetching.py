@@ -20,7 +20,7 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher, skip_first_batches
 from torch.utils.data import DataLoader, Sampler
 
-from holdfast.trainer.frameworks.data_generators import DataGenerators
+from holdfast.trainer.frameworks.data_generators import DataGenerators, attributes_of
 from holdfast.trainer.state import rng
 from holdfast.trainer.state.objects import NumpyGenerator, TorchGenerator
 
@@ -95,11 +95,7 @@ def _generators(loader: Any) -> Iterator[tuple[str, TorchGenerator | NumpyGenera
                 (f"{path}.{i}", each) for i, each in enumerate(item) if isinstance(each, Sampler)
             ]
         else:
-            found += [(f"{path}.{n}", each) for n, each in _attributes(item) if _is_part(n, each)]
-
-
-def _attributes(item: Any) -> list[tuple[str, Any]]:
-    return list(getattr(item, "__dict__", {}).items())
+            found += [(f"{path}.{n}", each) for n, each in attributes_of(item) if _is_part(n, each)]
 
 
 def _is_part(name: str, item: Any) -> bool:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.contracts.plain_text import plain_line, plain_output
@@ -42,9 +42,6 @@ class HealthFinding:
     check: str = ""
     problem: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
@@ -56,9 +53,6 @@ class Meeting:
     file: str
     node: int
     nodes: int
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class HealthChecks:

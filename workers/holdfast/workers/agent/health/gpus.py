@@ -11,15 +11,8 @@ from typing import Final, Protocol
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.spec.sections import Health
 from holdfast.contracts.states import Cause
+from holdfast.workers.decisions import gpu_faults
 from holdfast.workers.decisions.causes import STATE_OF_CAUSE, Ending
-from holdfast.workers.decisions.gpu_faults import (
-    WINDOW_S,
-    GpuFinding,
-    GpuLimits,
-    find_faults,
-    find_wear,
-    hosts_at_fault,
-)
 from holdfast.workers.nodes.gpus import GpuBeat
 
 CHECK: Final = "gpus"
@@ -35,18 +28,18 @@ class GpuHealth:
 
     def __init__(self, beats: Callable[[], Beats], health: Health) -> None:
         self._beats, self._is_off = beats, health.gpus == "off"
-        self._limits = GpuLimits(
+        self._limits = gpu_faults.GpuLimits(
             throttled_s=health.throttled_s_max, link_errors=health.link_errors_max
         )
         self.begin()
 
     def begin(self) -> None:
         """Forget the findings, because a new launch starts."""
-        self._found: dict[tuple[int, str], GpuFinding] = {}
+        self._found: dict[tuple[int, str], gpu_faults.GpuFinding] = {}
         self._first = self._last = self._beats()
         self._kept: deque[tuple[float, Beats]] = deque()
 
-    def findings(self) -> tuple[GpuFinding, ...]:
+    def findings(self) -> tuple[gpu_faults.GpuFinding, ...]:
         """Return what was found in this launch."""
         beats, now = self._beats(), time.monotonic()
         if self._is_off or beats is self._last:
@@ -55,10 +48,10 @@ class GpuHealth:
         self._first, self._last = self._first or beats, beats
         if not self._kept or now - self._kept[-1][0] >= KEPT_EVERY_S:
             self._kept.append((now, beats))
-        while now - self._kept[0][0] > WINDOW_S:
+        while now - self._kept[0][0] > gpu_faults.WINDOW_S:
             self._kept.popleft()
-        wear = find_wear(self._kept[0][1], beats, self._limits)
-        for one in (*find_faults(self._first, beats), *wear):
+        wear = gpu_faults.find_wear(self._kept[0][1], beats, self._limits)
+        for one in (*gpu_faults.find_faults(self._first, beats), *wear):
             if len(self._found) < FINDINGS_MAX:
                 self._found.setdefault((one.gpu, one.kind), one)
         return tuple(self._found.values())
@@ -68,7 +61,7 @@ class HasFindings(Protocol):
     """A report of a node."""
 
     @property
-    def gpus(self) -> tuple[GpuFinding, ...]: ...
+    def gpus(self) -> tuple[gpu_faults.GpuFinding, ...]: ...
 
 
 class GpuJudge:
@@ -77,7 +70,7 @@ class GpuJudge:
     def __init__(self, health: Health, attempt: int, journal: JournalWriter) -> None:
         self._excludes = health.gpus == "exclude"
         self._attempt, self._journal = attempt, journal
-        self._found: dict[str, list[GpuFinding]] = {}
+        self._found: dict[str, list[gpu_faults.GpuFinding]] = {}
         self._said: set[tuple[str, int, str]] = set()
         self.hosts: tuple[str, ...] = ()
 
@@ -102,7 +95,7 @@ class GpuJudge:
                         detail=one.text,
                     )
         if self._excludes and self._found:
-            bad = hosts_at_fault(self._found, len(reports))
+            bad = gpu_faults.hosts_at_fault(self._found, len(reports))
             self.hosts = tuple(dict.fromkeys((*self.hosts, *bad)))
 
     def explain(self, ending: Ending, nodes: int) -> Ending:
@@ -114,7 +107,7 @@ class GpuJudge:
         }
         evidence = [
             f"{host} is unhealthy: {CHECK}: {one.text}"
-            for host in hosts_at_fault(faults, nodes)
+            for host in gpu_faults.hosts_at_fault(faults, nodes)
             for one in faults[host]
         ]
         if not evidence:

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Final, Literal
 
 from holdfast.contracts.disk.durable import make_directory
@@ -235,7 +236,7 @@ class HealthWatch:
             if node.name not in meetings:
                 return None
             meeting = meetings[node.name]
-            return node.check_health(checks, self._round, meeting.to_json() if meeting else None)
+            return node.check_health(checks, self._round, asdict(meeting) if meeting else None)
 
         return ask
 

@@ -6,7 +6,7 @@ import time
 from typing import Final
 
 from holdfast.contracts.errors import NoticeError
-from holdfast.workers.agent.notices.metadata import Metadata, MetadataAnswer, expect
+from holdfast.workers.agent.notices.metadata import Cloud, MetadataAnswer, expect
 from holdfast.workers.agent.notices.notice import Notice, Poll, deadline_of
 
 TOKEN: Final = "/latest/api/token"
@@ -20,7 +20,7 @@ LEAD_S: Final = 120.0
 ACTIONS: Final = ("terminate", "stop", "hibernate")
 
 
-class Aws:
+class Aws(Cloud):
     """One node's view of EC2's metadata service."""
 
     name = "aws"
@@ -28,7 +28,7 @@ class Aws:
     every_s = 5.0
 
     def __init__(self, base: str) -> None:
-        self._service = Metadata(base)
+        super().__init__(base)
         self._token = ""
         self._token_until = 0.0
 
@@ -37,12 +37,6 @@ class Aws:
 
     def polls(self) -> tuple[Poll, ...]:
         return (self.look,)
-
-    def acknowledge(self, event_id: str) -> None:
-        """Do nothing: EC2 takes the node at the announced time."""
-
-    def close(self) -> None:
-        self._service.close()
 
     def look(self, now: float) -> list[Notice]:
         """Return the current interruption and recommendation, if any."""

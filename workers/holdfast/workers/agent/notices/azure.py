@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from holdfast.contracts.errors import NoticeError
-from holdfast.workers.agent.notices.metadata import Metadata, MetadataAnswer, expect
+from holdfast.workers.agent.notices.metadata import Cloud, MetadataAnswer, expect
 from holdfast.workers.agent.notices.notice import Notice, Poll, deadline_of
 
 EVENTS: Final = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -22,7 +22,7 @@ ENDINGS: Final = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 EVENTS_MAX: Final = 1000
 
 
-class Azure:
+class Azure(Cloud):
     """One node's view of Azure's metadata service."""
 
     name = "azure"
@@ -30,7 +30,7 @@ class Azure:
     every_s = 1.0
 
     def __init__(self, base: str) -> None:
-        self._service = Metadata(base)
+        super().__init__(base)
         self._machine = ""
 
     def probe(self) -> None:
@@ -43,9 +43,6 @@ class Azure:
         body = json.dumps({"StartRequests": [{"EventId": event_id}]}).encode()
         headers = {**HEADERS, "Content-Type": "application/json"}
         expect(self._service.ask("POST", EVENTS, headers, body=body), 200)
-
-    def close(self) -> None:
-        self._service.close()
 
     def look(self, now: float) -> list[Notice]:
         """Return the events that end this machine."""

@@ -7,7 +7,7 @@ from typing import Final
 from urllib.parse import quote
 
 from holdfast.contracts.errors import NoticeError
-from holdfast.workers.agent.notices.metadata import Metadata, expect
+from holdfast.workers.agent.notices.metadata import Cloud, expect
 from holdfast.workers.agent.notices.notice import Notice, Poll
 
 INSTANCE: Final = "/computeMetadata/v1/instance/"
@@ -25,15 +25,12 @@ MAINTENANCE: Final = {
 }
 
 
-class Gcp:
+class Gcp(Cloud):
     """One node's view of Google's metadata service."""
 
     name = "gcp"
     # The pause between two requests, each of which waits at the server.
     every_s = 1.0
-
-    def __init__(self, base: str) -> None:
-        self._service = Metadata(base)
 
     def probe(self) -> None:
         answer = expect(self._service.ask("GET", f"{INSTANCE}preempted", HEADERS), 200)
@@ -45,12 +42,6 @@ class Gcp:
             self._waiting("preempted", PREEMPTED),
             self._waiting("maintenance-event", MAINTENANCE),
         )
-
-    def acknowledge(self, event_id: str) -> None:
-        """Do nothing: Google takes the node when its time is up."""
-
-    def close(self) -> None:
-        self._service.close()
 
     def _waiting(self, entry: str, meanings: dict[str, bool]) -> Poll:
         """Return a poll of one entry, which returns when the entry changes or after `WAIT_S`."""

@@ -11,6 +11,7 @@ import json
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
@@ -18,6 +19,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from holdfast.contracts.errors import NoticeError
+from holdfast.workers.agent.notices.notice import Poll
 
 LINK_LOCAL: Final = "http://169.254.169.254"
 REQUEST_TIMEOUT_S: Final = 5.0
@@ -124,6 +126,31 @@ class Metadata:
             timer.cancel()
             with self._lock:
                 self._open.discard(connected)
+
+
+class Cloud(ABC):
+    """One cloud's metadata service, seen from a node. Its methods raise `NoticeError`."""
+
+    name: str
+    every_s: float
+
+    def __init__(self, base: str) -> None:
+        self._service = Metadata(base)
+
+    @abstractmethod
+    def probe(self) -> None:
+        """Return if this machine belongs to the cloud; raise otherwise."""
+
+    @abstractmethod
+    def polls(self) -> tuple[Poll, ...]:
+        """Return functions that check for notices at a given Unix time, each in its own thread."""
+
+    def acknowledge(self, event_id: str) -> None:  # noqa: B027
+        """Tell the cloud that it need not wait any longer. Most take the node when time is up."""
+
+    def close(self) -> None:
+        """Abort all open requests."""
+        self._service.close()
 
 
 def expect(answer: MetadataAnswer, *statuses: int) -> MetadataAnswer:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 # A time further off than this cannot belong to an interruption.
 LEAD_MAX_S: Final = 24 * 3600.0
@@ -28,29 +28,6 @@ class Notice:
 
 
 Poll = Callable[[float], list[Notice]]
-
-
-class Cloud(Protocol):
-    """One cloud's metadata service, seen from a node. Its methods raise `NoticeError`."""
-
-    name: str
-    every_s: float
-
-    def probe(self) -> None:
-        """Return if this machine belongs to the cloud; raise otherwise."""
-        ...
-
-    def polls(self) -> tuple[Poll, ...]:
-        """Return functions that check for notices at a given Unix time, each in its own thread."""
-        ...
-
-    def acknowledge(self, event_id: str) -> None:
-        """Tell the cloud that it need not wait any longer."""
-        ...
-
-    def close(self) -> None:
-        """Abort all open requests."""
-        ...
 
 
 def deadline_of(text: object, *, now: float, lead_s: float) -> float:

@@ -17,8 +17,8 @@ from holdfast.contracts.errors import NoticeError
 from holdfast.workers.agent.notices.aws import Aws
 from holdfast.workers.agent.notices.azure import Azure
 from holdfast.workers.agent.notices.gcp import Gcp
-from holdfast.workers.agent.notices.metadata import LINK_LOCAL
-from holdfast.workers.agent.notices.notice import Cloud, Notice, Poll
+from holdfast.workers.agent.notices.metadata import LINK_LOCAL, Cloud
+from holdfast.workers.agent.notices.notice import Notice, Poll
 
 AUTO: Final = "auto"
 PROBES_MAX: Final = 3

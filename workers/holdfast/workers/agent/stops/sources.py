@@ -64,12 +64,12 @@ class FlushLog:
 CLOCKS_AGREE_S: Final = 3.0
 
 
-def slurm_lead_s(timeout_s: float) -> float:
+def slurm_lead_s() -> float:
     """Return the seconds by which the controller's clock is ahead of `steady.now`.
 
     Slurm shows whole seconds, so small differences count as none. Raises like `slurm_client.call`.
     """
-    out = slurm_client.call(["scontrol", "show", "config"], timeout_s)
+    out = slurm_client.call_briefly(["scontrol", "show", "config"])
     found = re.search(r"Configuration data as of (\S+)", out)
     theirs = slurm_client.parse_time(found[1]) if found else None
     lead_s = 0.0 if theirs is None else theirs - clocks.now()
@@ -122,7 +122,6 @@ FORECAST_POLL_S: Final = 60.0
 # nothing depends on the forecast.
 FORECAST_POLL_SHARE: Final = 0.1
 LIMIT_POLL_S: Final = 5.0
-EVIDENCE_TIMEOUT_S: Final = 5.0
 # Unix seconds that Slurm 23.02 and later sets for a job.
 START_VARIABLE: Final = "SLURM_JOB_START_TIME"
 END_VARIABLE: Final = "SLURM_JOB_END_TIME"
@@ -311,7 +310,7 @@ class StopWatch:
         if (job := self._job()) is not None:
             end_at = slurm_client.parse_time(job.get("EndTime", ""))
             with contextlib.suppress(SchedulerError):
-                self._lead_of_slurm_s = slurm_lead_s(EVIDENCE_TIMEOUT_S)
+                self._lead_of_slurm_s = slurm_lead_s()
             return None if end_at is None else end_at - self._lead_of_slurm_s
         if known is not None:
             return known
@@ -327,7 +326,7 @@ class StopWatch:
         if not self._on_slurm:
             return None
         try:
-            line = slurm_client.show_job(self._context.job_id, EVIDENCE_TIMEOUT_S)
+            line = slurm_client.show_job(self._context.job_id, slurm_client.call_briefly)
         except SchedulerError:
             return None
         return line.fields if line else None
