@@ -10,24 +10,76 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from holdfast.contracts.plain_text import counted
+from holdfast.contracts.spec.checkpoint import Checkpointing
+from holdfast.contracts.spec.consumers import Consumer
 from holdfast.contracts.spec.part import SpecPart
+from holdfast.contracts.spec.resources import Resources
+from holdfast.contracts.spec.sections import (
+    Alerts,
+    Cost,
+    Elastic,
+    Health,
+    Launch,
+    Program,
+    Supervision,
+)
 from holdfast.contracts.states import Cause
 
-if TYPE_CHECKING:
-    from holdfast.contracts.spec.run_spec import RunSpec
-
 GIVEN_CHARACTERS_MAX: Final = 60
+
+
+class Sections(Protocol):
+    """What decides whether a key acts: the sections and GPU counts of a `RunSpec`."""
+
+    @property
+    def launch(self) -> Launch: ...
+
+    @property
+    def program(self) -> Program: ...
+
+    @property
+    def resources(self) -> Resources: ...
+
+    @property
+    def elastic(self) -> Elastic: ...
+
+    @property
+    def checkpoint(self) -> Checkpointing: ...
+
+    @property
+    def supervision(self) -> Supervision: ...
+
+    @property
+    def health(self) -> Health: ...
+
+    @property
+    def cost(self) -> Cost: ...
+
+    @property
+    def alerts(self) -> Alerts: ...
+
+    @property
+    def on(self) -> tuple[Consumer, ...]: ...
+
+    @property
+    def gpus(self) -> int: ...
+
+    @property
+    def gpus_min(self) -> int: ...
+
+    @property
+    def gpus_max(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class Scope:
     """A condition under which a key acts. `otherwise` says why it does not, and what would act."""
 
-    holds: Callable[[RunSpec], bool]
+    holds: Callable[[Sections], bool]
     otherwise: str
 
 
@@ -283,7 +335,7 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
 }
 
 
-def problems_of_effects(spec: RunSpec, written: Mapping[str, Any]) -> list[str]:
+def problems_of_effects(spec: Sections, written: Mapping[str, Any]) -> list[str]:
     """Return a line for each written key that cannot act in this run, and each contradiction.
 
     `written` are the `written_keys` of the spec. Defaults of a table that does not act are no
@@ -335,7 +387,7 @@ def _asks_nothing(value: Any) -> bool:
 _Written = Mapping[str, Any]
 
 
-def _times(spec: RunSpec, written: _Written) -> Iterator[str]:
+def _times(spec: Sections, written: _Written) -> Iterator[str]:
     """Waits that are longer than the attempt in which they happen."""
     minutes = spec.resources.time_limit_min
     seconds = dict(written)
@@ -365,7 +417,7 @@ _CONSEQUENCES: Final = {
 }
 
 
-def _counts(spec: RunSpec, written: _Written) -> Iterator[str]:
+def _counts(spec: Sections, written: _Written) -> Iterator[str]:
     """GPU counts and numbers of attempts that exclude each other."""
     elastic, choices = spec.elastic, {*spec.elastic.choices}
     if choices:
@@ -406,7 +458,7 @@ def _counts(spec: RunSpec, written: _Written) -> Iterator[str]:
         )
 
 
-def _beyond_one_node(spec: RunSpec) -> Iterator[str]:
+def _beyond_one_node(spec: Sections) -> Iterator[str]:
     """Counts that the local executor cannot start."""
     elastic, most = spec.elastic, spec.resources.size_per_node
     if spec.resources.executor != "local":
@@ -421,7 +473,7 @@ def _beyond_one_node(spec: RunSpec) -> Iterator[str]:
                 )
 
 
-def _places(spec: RunSpec, written: _Written) -> Iterator[str]:
+def _places(spec: Sections, written: _Written) -> Iterator[str]:
     """Fallbacks that the scheduler cannot take, or that lead nowhere else."""
     # The first choice counts too: a run that moves to the place where it waited gains nothing.
     known: dict[tuple[Any, ...], str] = {_target(spec, 0): "the first choice"}
@@ -441,12 +493,12 @@ def _places(spec: RunSpec, written: _Written) -> Iterator[str]:
         known.setdefault(target, name)
 
 
-def _target(spec: RunSpec, place: int) -> tuple[Any, ...]:
+def _target(spec: Sections, place: int) -> tuple[Any, ...]:
     there = spec.resources.at(place)
     return there.partition, there.account, there.qos, there.gpu_type
 
 
-def _images(spec: RunSpec, written: _Written) -> Iterator[str]:
+def _images(spec: Sections, written: _Written) -> Iterator[str]:
     """Paths that have no meaning in a container."""
     launch = spec.launch
     is_inside = bool(launch.container or launch.wrapper)
@@ -458,7 +510,7 @@ def _images(spec: RunSpec, written: _Written) -> Iterator[str]:
         )
 
 
-def _saves(spec: RunSpec, written: _Written) -> Iterator[str]:
+def _saves(spec: Sections, written: _Written) -> Iterator[str]:
     """Locations and rhythms of saves that cannot act."""
     every, steps = spec.checkpoint.snapshots, spec.checkpoint.interval_steps
     if isinstance(every, int) and steps and every % steps == 0:
@@ -475,7 +527,7 @@ def _saves(spec: RunSpec, written: _Written) -> Iterator[str]:
         )
 
 
-def _consumers(spec: RunSpec, written: _Written) -> Iterator[str]:
+def _consumers(spec: Sections, written: _Written) -> Iterator[str]:
     """Consumers that would never start, or not where they should."""
     for one in spec.on:
         if one.event == "best" and spec.checkpoint.keep.best is None:
@@ -491,7 +543,7 @@ def _consumers(spec: RunSpec, written: _Written) -> Iterator[str]:
             )
 
 
-_CONTRADICTIONS: Final[tuple[Callable[[RunSpec, _Written], Iterable[str]], ...]] = (
+_CONTRADICTIONS: Final[tuple[Callable[[Sections, _Written], Iterable[str]], ...]] = (
     _times,
     _counts,
     _places,
@@ -501,7 +553,7 @@ _CONTRADICTIONS: Final[tuple[Callable[[RunSpec, _Written], Iterable[str]], ...]]
 )
 
 
-def _actions(spec: RunSpec) -> set[str]:
+def _actions(spec: Sections) -> set[str]:
     numerics = spec.supervision.numerics
     return {numerics.on_nan, numerics.on_spike}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
@@ -17,15 +17,30 @@ from holdfast.contracts.errors import SpecError
 from holdfast.trainer.arguments import whole
 from holdfast.trainer.data.order import DataOrder, local_batch
 
-if TYPE_CHECKING:
-    from holdfast.trainer.data.position import Position
-
 _STREAM: Final = (
     "Give session.stream a source that names its shards, such as TextLines or a "
     "datasets.IterableDataset, or use session.sampler with an indexed dataset"
 )
 # Drawing this many ids takes a few times as long as drawing one.
 DRAWN_AT_ONCE: Final = 256
+
+
+class DataPlace(Protocol):
+    """The position of training, read whenever an iteration begins."""
+
+    @property
+    def next_step(self) -> int:
+        """The current step, counted from 1."""
+        ...
+
+    @property
+    def open_epoch(self) -> int | None:
+        """The current epoch of the program's loop, or None if it does not count epochs."""
+        ...
+
+    def begin(self) -> None:
+        """Called before the first ids of an iteration are yielded."""
+        ...
 
 
 class _Ids:
@@ -61,12 +76,12 @@ class ElasticSampler(Sampler[list[int]]):
         *,
         rank: int,
         world_size: int,
-        first_step: int | Position,
+        first_step: int | DataPlace,
         last_step: int,
     ) -> None:
         """Steps count from 1, and both ends are included. Raises `SpecError` on a bad split.
 
-        `first_step` may be a `Position`, which is read when an iteration begins.
+        `first_step` may be a `DataPlace`, which is read when an iteration begins.
         """
         if not isinstance(order, DataOrder):
             raise TypeError(f"order={order!r}: expected a DataOrder")
@@ -117,7 +132,7 @@ class ElasticDistributedSampler(Sampler[int]):
     Batches of `local_batch` ids, or of one of its divisors, match the session's steps.
     """
 
-    def __init__(self, order: DataOrder, *, rank: int, world_size: int, place: Position) -> None:
+    def __init__(self, order: DataOrder, *, rank: int, world_size: int, place: DataPlace) -> None:
         """`place` provides the current step. Raises `SpecError` on a bad split."""
         self.local_batch = local_batch(order.global_batch, world_size)
         self.order = order
