@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import pytest
@@ -38,6 +38,8 @@ T = TypeVar("T")
 WAIT_S = 60.0
 STATE_BYTES_MAX = 64 * 1024
 Batches = list[list[Any]]
+# Sorts after the samples of shards with numbers as names.
+FILLER: Final = ("none", 0)
 # What a checkpoint has: the facts, and the row of each rank.
 Saved = tuple[dict[str, Any], list[dict[str, Any]]]
 
@@ -123,15 +125,20 @@ def read(
     *,
     saved: Saved | None = None,
     steps: int | None = None,
+    copies: int = 1,
     **more: Any,
 ) -> tuple[list[Batches], Saved]:
-    """Read the rest of an epoch, or `steps` batches, on ranks that are threads."""
+    """Read the rest of an epoch, or `steps` batches, on ranks that are threads.
+
+    So many ranks next to each other get the same part.
+    """
     together = Together(ranks)
     batches: list[Batches] = [[] for _ in range(ranks)]
     loaders: list[StreamLoader] = []
     errors: list[BaseException] = []
     for rank in range(ranks):
-        who: dict[str, Any] = {"part": rank, "parts": ranks, "ranks": OneOf(together, rank)}
+        who: dict[str, Any] = {"part": rank // copies, "parts": ranks // copies}
+        who["ranks"] = OneOf(together, rank)
         loaders.append(StreamLoader(source, options_of(**more), place=Place(), **who))
 
     def act(rank: int) -> None:
@@ -244,6 +251,46 @@ def test_each_sample_is_given_once_at_any_size_and_in_the_same_order_at_the_same
     assert len(set(found)) == len(found)
     # Fewer samples than ranks may be left when a run grows within the last step of an epoch.
     assert len(everything) - len(found) < max(second, third)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.integers(0, 15), min_size=1, max_size=6),
+    st.lists(st.integers(1, 4), min_size=2, max_size=2),
+    st.integers(1, 5),
+    st.integers(1, 20),
+)
+def test_fillers_leave_no_sample_out_and_batches_of_one_size(
+    sizes: list[int], worlds: list[int], batch: int, at: int
+) -> None:
+    """Fewer samples than ranks are one step, too, and several ranks may get the same part."""
+    everything = sorted((str(n), k) for n, size in enumerate(sizes) for k in range(size))
+    if not everything:
+        return
+    source, more = numbered(sizes), {"batch": batch, "filler": FILLER}
+    whole, _ = read(source, worlds[0], **more)
+    assert flat(whole).count(FILLER) < worlds[0] * batch * 2
+    begun, saved = read(source, worlds[0], steps=min(at, len(whole[0])), **more)
+    rest = read(source, worlds[1], saved=saved, **more)[0] if has_more(saved) else []
+    for found in (whole, begun + rest):
+        assert {len(one) for rank in found for one in rank} == {batch}
+        assert [sample for sample in flat(found) if sample != FILLER] == everything
+
+
+def has_more(saved: Saved) -> bool:
+    """Return whether the epoch of a checkpoint has more batches."""
+    return any(any(row["opened"]) or any(row["unopened"]) for row in saved[1])
+
+
+def test_ranks_that_get_the_same_part_continue_it_at_another_number_of_copies() -> None:
+    source, more = numbered([9, 7, 8]), {"batch": 2}
+    whole, _ = read(source, 2, **more)
+    begun, saved = read(source, 4, copies=2, steps=2, **more)
+    assert begun == [whole[rank // 2][:2] for rank in range(4)]
+    rest, _ = read(source, 2, saved=saved, **more)
+    assert rest == [rank[2:] for rank in whole]
+    rest, _ = read(source, 6, copies=3, saved=saved, **more)
+    assert rest == [whole[rank // 3][2:] for rank in range(6)]
 
 
 def test_shuffling_depends_on_the_epoch_and_the_seed_and_not_on_the_reader() -> None:

@@ -111,7 +111,13 @@ class StreamMethods:
         )
         if not isinstance(name, str):
             raise TypeError(f"name={name!r}: expected text")
-        made = self._make(source, options)
+        return self._open_stream(source, options, name, position.rank, position.world_size)
+
+    def _open_stream(
+        self, source: Any, options: StreamOptions, name: str, part: int, parts: int
+    ) -> StreamLoader:
+        """Make a stream of which this rank reads `part` of `parts`, and let it continue."""
+        made = self._make(source, options, part, parts)
         self._report(made.note)
         self._report(_continued(self._state.streams, name, made))
         return made
@@ -127,9 +133,8 @@ class StreamMethods:
         if text and self._ranks.rank == 0:
             report(f"holdfast: {text}")
 
-    def _make(self, source: Any, options: StreamOptions) -> StreamLoader:
+    def _make(self, source: Any, options: StreamOptions, part: int, parts: int) -> StreamLoader:
         """Make the loader on all ranks. All raise if one cannot, or if they differ."""
-        position = self._position
         made: list[StreamLoader] = []
 
         def make() -> dict[str, Any]:
@@ -137,10 +142,10 @@ class StreamMethods:
                 StreamLoader(
                     source_of(source),
                     options,
-                    part=position.rank,
-                    parts=position.world_size,
+                    part=part,
+                    parts=parts,
                     ranks=self._ranks,
-                    place=position,
+                    place=self._position,
                 )
             )
             return made[0].facts()

@@ -323,11 +323,15 @@ class HuggingFaceStream(Source):
 
     def open(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
         """Iterate over a shard from a state of `datasets` on."""
-        part = self._dataset.shard(num_shards=len(self._numbers), index=self._numbers[shard])
+        part = self.part(shard)
         if position is not None:
             part.load_state_dict(position)
         for sample in part:
             yield sample, part.state_dict
+
+    def part(self, shard: str) -> Any:
+        """Return a shard as a stream of `datasets`."""
+        return self._dataset.shard(num_shards=len(self._numbers), index=self._numbers[shard])
 
 
 def from_hugging_face(given: Any) -> HuggingFaceStream:
