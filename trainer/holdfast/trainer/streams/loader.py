@@ -437,8 +437,9 @@ def _describe(changed: Sequence[str], facts: Mapping[str, Any], now: Mapping[str
     if "digest" in changed:
         return (
             f"the shards of the stream are not those of the checkpoint ({what}): one was added or "
-            "removed, or its name or size has changed, so positions in them mean nothing. Restore "
-            "the shards, or begin the stream afresh with exclude or another name"
+            "removed, its name or size has changed, or a step that gives its samples, so positions "
+            "in them mean nothing. Restore the shards, or begin the stream afresh with exclude or "
+            "another name"
         )
     return (
         f"the stream is not the one of the checkpoint ({what}). Give it the former values, or "
