@@ -14,13 +14,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchdata import nodes
 
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.trainer import Session
 from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.session.streaming import source_of
 from holdfast.trainer.state import plain
-from holdfast.trainer.streams import Counted, Source, StreamDataset, TextLines
+from holdfast.trainer.streams import Counted, NodeShards, Source, StreamDataset, TextLines
 from holdfast.trainer.streams.convert import as_source
 from holdfast.trainer.streams.division import (
     Cursor,
@@ -463,9 +464,33 @@ def test_lines_are_found_by_their_byte_and_a_changed_file_is_noticed(tmp_path: P
     assert [sample["id"] for sample, _ in source.open(name, pairs[0][1])] == [22, 3]
     path.write_text("{}\n")
     assert source.shards() != [name]
+    with pytest.raises(SpecError, match=r"has 3 bytes, and had \d+ when the launch began"):
+        next(source.open(name, None))
     path.unlink()
     with pytest.raises(FileNotFoundError):
         source.shards()
+
+
+def test_a_file_that_is_a_shard_is_noticed_if_its_size_changed(tmp_path: Path) -> None:
+    """What reads the shard gets its name as the program gave it."""
+    path = tmp_path / "a"
+    path.write_text("1\n2\n3\n")
+    names = [str(path), "no file"]
+
+    def read_lines(name: str) -> list[str]:
+        return Path(name).read_text().split() if name == str(path) else []
+
+    def node(name: str) -> Any:
+        return nodes.IterableWrapper(read_lines(name))
+
+    for make in (lambda: Counted(names, read_lines), lambda: NodeShards(names, node)):
+        path.write_text("1\n2\n3\n")
+        loader = alone(make(), batch=1)
+        assert next(iter(loader)) == ["1"]
+        saved: Any = (loader.facts(), [loader.state_dict()])
+        path.write_text("1\n3\n")
+        with pytest.raises(CheckpointError, match="its name or size has changed"):
+            alone(make(), batch=1).resume(*saved)
 
 
 @pytest.mark.timeout(120)

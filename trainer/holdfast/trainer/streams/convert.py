@@ -13,7 +13,7 @@ import numpy as np
 
 from holdfast.contracts.disk.digests import digest_of
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.streams.source import WHAT_WORKS, Source
+from holdfast.trainer.streams.source import WHAT_WORKS, Source, sized
 from holdfast.trainer.streams.tar import TarMember, TarShards, grouped
 
 _BUFFER: Final = "BufferShuffledExamplesIterable"
@@ -64,15 +64,15 @@ class NodeShards(Source):
 
     def __init__(self, names: Sequence[str], make: Callable[[str], Any]) -> None:
         """`make` gets a shard's name, and returns the last node of a new pipeline that reads it."""
-        self._names, self._make = list(names), make
+        self._names, self._make = sized(names), make
 
     def shards(self) -> Sequence[str]:
-        """Return the names."""
-        return self._names
+        """Return the names, with the sizes of those that are files."""
+        return list(self._names)
 
     def open(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
         """Iterate over what a pipeline gives from its state `position` on."""
-        node = self._make(shard)
+        node = self._make(self._names[shard])
         node.reset(position)
 
         def state() -> Any:
