@@ -234,7 +234,7 @@ def batches_of(folder: Path) -> dict[str, Any]:
     }
 
 
-class Chats(Bytes):  # type: ignore[misc]
+class Chats(Bytes):
     """A tokenizer with a template for questions and answers."""
 
     def apply_chat_template(self, messages: list[dict[str, str]], **prompt: bool) -> str:

@@ -14,7 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 from torchdata import nodes
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.trainer import Session
@@ -268,7 +270,8 @@ def test_fillers_leave_no_sample_out_and_batches_of_one_size(
     everything = sorted((str(n), k) for n, size in enumerate(sizes) for k in range(size))
     if not everything:
         return
-    source, more = numbered(sizes), {"batch": batch, "filler": FILLER}
+    source = numbered(sizes)
+    more: Any = {"batch": batch, "filler": FILLER}
     whole, _ = read(source, worlds[0], **more)
     assert flat(whole).count(FILLER) < worlds[0] * batch * 2
     begun, saved = read(source, worlds[0], steps=min(at, len(whole[0])), **more)
@@ -284,7 +287,8 @@ def has_more(saved: Saved) -> bool:
 
 
 def test_ranks_that_get_the_same_part_continue_it_at_another_number_of_copies() -> None:
-    source, more = numbered([9, 7, 8]), {"batch": 2}
+    source = numbered([9, 7, 8])
+    more: Any = {"batch": 2}
     whole, _ = read(source, 2, **more)
     begun, saved = read(source, 4, copies=2, steps=2, **more)
     assert begun == [whole[rank // 2][:2] for rank in range(4)]
@@ -512,6 +516,34 @@ def test_a_session_saves_and_restores_a_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.timeout(120)
+def test_a_loop_over_steps_refuses_a_loader_whose_stream_no_checkpoint_has(tmp_path: Path) -> None:
+    def train(session: Session, loader: Any) -> list[int]:
+        return [step for step, _ in zip(session.steps(2), loader, strict=False)]
+
+    def opened(name: str) -> Session:
+        layer = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        return Session(layer, optimizer, directory=tmp_path / name, interval=1, snapshots="off")
+
+    def loader_of(workers: int) -> Any:
+        return DataLoader(Bare(), batch_size=2, num_workers=workers)
+
+    # torchdata's loaders have a state, and an evaluation may read a stream.
+    stateful: Any = StatefulDataLoader(Bare(), batch_size=2)
+    with opened("stateful") as session:
+        assert train(session, stateful) == [1, 2]
+    with opened("stream") as session:
+        evaluation = iter(loader_of(0))
+        assert train(session, session.stream(numbered([9]), 2)) == [1, 2]
+        next(evaluation)
+    del evaluation
+    problem = r"stream Bare was open .* Give session.stream a source"
+    for workers in (0, 1):
+        with pytest.raises(SpecError, match=problem), opened(f"refused{workers}") as session:
+            train(session, loader_of(workers))
+
+
 def test_arguments_of_a_stream_are_checked_before_the_first_step(tmp_path: Path) -> None:
     source = numbered([3, 4, 5])
     with Session(torch.nn.Linear(1, 1), directory=tmp_path / "run", interval=100) as session:

@@ -12,6 +12,7 @@ from holdfast.contracts.node.reporting import report
 from holdfast.trainer.arguments import check_seed, truth, whole
 from holdfast.trainer.data.order import local_batch
 from holdfast.trainer.data.position import Position
+from holdfast.trainer.data.sampler import check_open_loaders
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.session.lifetime import Lifetime, while_open
 from holdfast.trainer.state.run_state import ProgramState, Streams
@@ -41,6 +42,7 @@ class StreamMethods:
     _position: Position
     _ranks: ControlGroup
     _state: ProgramState
+    _has_stream = False
 
     @property
     def step(self) -> int:
@@ -118,9 +120,15 @@ class StreamMethods:
     ) -> StreamLoader:
         """Make a stream of which this rank reads `part` of `parts`, and let it continue."""
         made = self._make(source, options, part, parts)
+        self._has_stream = True
         self._report(made.note)
         self._report(_continued(self._state.streams, name, made))
         return made
+
+    def _require_known_data(self) -> None:
+        """Raise `SpecError` if the data is a stream that the session does not know."""
+        if not (self._has_stream or self._position.has_order or self._position.has_begun):
+            check_open_loaders()
 
     def _require_before_steps(self) -> None:
         if self._position.has_begun:
