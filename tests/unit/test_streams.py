@@ -266,7 +266,7 @@ def test_each_sample_is_given_once_at_any_size_and_in_the_same_order_at_the_same
 def test_fillers_leave_no_sample_out_and_batches_of_one_size(
     sizes: list[int], worlds: list[int], batch: int, at: int
 ) -> None:
-    """Fewer samples than ranks are one step, too, and several ranks may get the same part."""
+    """Fewer samples than ranks are one step, too."""
     everything = sorted((str(n), k) for n, size in enumerate(sizes) for k in range(size))
     if not everything:
         return
@@ -521,18 +521,21 @@ def test_a_loop_over_steps_refuses_a_loader_whose_stream_no_checkpoint_has(tmp_p
     def train(session: Session, loader: Any) -> list[int]:
         return [step for step, _ in zip(session.steps(2), loader, strict=False)]
 
-    def opened(name: str) -> Session:
+    def opened(name: str, **parts: Any) -> Session:
         layer = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        return Session(layer, optimizer, directory=tmp_path / name, interval=1, snapshots="off")
+        options: dict[str, Any] = {"interval": 1, "snapshots": "off", **parts}
+        return Session(layer, optimizer, directory=tmp_path / name, **options)
 
     def loader_of(workers: int) -> Any:
         return DataLoader(Bare(), batch_size=2, num_workers=workers)
 
-    # torchdata's loaders have a state, and an evaluation may read a stream.
-    stateful: Any = StatefulDataLoader(Bare(), batch_size=2)
-    with opened("stateful") as session:
-        assert train(session, stateful) == [1, 2]
+    # torchdata's loaders read such a stream again, and an evaluation may read one.
+    for total, expected in ((2, [[0, 1], [2, 3]]), (4, [[4, 5], [6, 7]])):
+        stateful: Any = StatefulDataLoader(Bare(), batch_size=2)
+        with opened("stateful", per_rank={"loader": stateful}) as session:
+            steps = zip(session.steps(total), stateful, strict=False)
+            assert [batch.tolist() for _, batch in steps] == expected
     with opened("stream") as session:
         evaluation = iter(loader_of(0))
         assert train(session, session.stream(numbered([9]), 2)) == [1, 2]
