@@ -12,7 +12,9 @@ import os
 import signal
 import subprocess
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +38,7 @@ SETUP_S: Final = 550
 LAUNCH_S: Final = 300
 # Sums of floating point numbers in another order.
 LOSS_APART_MAX: Final = 1e-5
-SAMPLES, SEQ_LEN = 24, 16
+SAMPLES, SEQ_LEN, LOCAL_BATCH, DOCUMENTS = 24, 16, 2, 40
 IGNORED: Final = -100
 
 
@@ -191,7 +193,7 @@ def test_own_loader_continues_at_its_degree_only(launch: Launch, tmp_path: Path)
     assert (
         "the HuggingFaceTextDataLoader was saved at data-parallel degree 2 and cannot continue at 1"
     ) in refused.stderr
-    assert "torchtitan.TokenDataLoader" in refused.stderr
+    assert "to_iterable_dataset(num_shards=64)" in refused.stderr
     assert max(record_of(tmp_path / "run", 0)[0]) == stopped_after
     assert succeeded(launch("run", **settings))
     for rank in range(2):
@@ -215,23 +217,51 @@ def test_own_loader_with_a_worker_continues_between_its_snapshots(
     assert record_of(tmp_path / "run", 0) == record_of(tmp_path / "bare", 0)
 
 
-def test_own_loader_continues_in_a_stream_with_workers(launch: Launch, tmp_path: Path) -> None:
-    """The states of its workers are copied, because torchtitan returns lists that it changes."""
-    settings = {"steps": 7, "loader": "stream", "workers": 2}
-    assert succeeded(launch("bare", **settings, manager="torchtitan", checkpoint={"enable": False}))
-    assert not succeeded(launch("run", **settings, term=[0, 1]))
+def test_stream_continues_to_the_bit(launch: Launch, tmp_path: Path) -> None:
+    """A step has two batches of each rank, so the step after the last ones spans two epochs."""
+    settings = {"steps": 12, "loader": "stream", "workers": 2, "global_batch": 8}
+    assert succeeded(launch("whole", **settings))
+    assert not succeeded(launch("run", **settings, term=[0, 3]))
     assert succeeded(launch("run", **settings))
     for rank in range(2):
-        assert record_of(tmp_path / "run", rank) == record_of(tmp_path / "bare", rank)
-    for ranks, loader, why in (
-        (1, "stream", "was saved at data-parallel degree 2 and cannot continue at 1"),
-        (2, "shuffled", "cannot continue after its shuffle buffer, whose content no checkpoint"),
-        (2, "mapped", "cannot continue after its map or filter, because datasets 4.7.0 loses"),
-    ):
-        refused = launch("run", ranks=ranks, **{**settings, "steps": 9, "loader": loader})
-        assert refused.returncode != 0
-        assert why in refused.stderr
-        assert max(record_of(tmp_path / "run", 0)[0]) == 7
+        assert record_of(tmp_path / "run", rank) == record_of(tmp_path / "whole", rank)
+    check_epochs(tmp_path / "run", 1)
+    refused = launch("run", **{**settings, "steps": 14, "loader": "mapped"})
+    assert refused.returncode != 0
+    assert "cannot continue after its map or filter, because datasets 4.7.0 loses" in refused.stderr
+
+
+def test_shuffled_stream_continues_at_every_degree(launch: Launch, tmp_path: Path) -> None:
+    """Two ranks are stopped, the only one of the next launch is killed, and three continue."""
+    settings = {"steps": 14, "loader": "shuffled", "workers": 1, "global_batch": 12}
+    assert not succeeded(launch("run", **settings, term=[0, 2]))
+    own = tmp_path / "run" / "root" / PROGRAM.stem
+    assert problem_with(own, 1) is problem_with(own, 3) is None
+    assert launch("run", ranks=1, **settings, kill=[0, 6]).returncode != 0
+    assert succeeded(launch("run", ranks=3, **settings))
+    steps = record_of(tmp_path / "run", 0)[0]
+    assert [steps[number]["world"] for number in (1, 4, 14)] == [2, 1, 3]
+    check_epochs(tmp_path / "run", 2)
+
+
+def check_epochs(run: Path, complete: int) -> None:
+    """Check that each epoch has each token of each document once, in batches of one size."""
+    given: dict[int, Counter[tuple[int, int]]] = {}
+    records = [record_of(run, rank)[0] for rank in range(3) if (run / f"rank{rank}.jsonl").exists()]
+    for step, line in records[0].items():
+        for record in records[: line["world"]]:
+            assert record[step]["world"] == line["world"]
+            for epoch, inputs, labels in record[step]["rows"]:
+                assert np.shape(inputs) == np.shape(labels) == (LOCAL_BATCH, SEQ_LEN)
+                pairs = zip(np.ravel(inputs).tolist(), np.ravel(labels).tolist(), strict=True)
+                found = Counter(pair for pair in pairs if pair[1] != IGNORED)
+                given[epoch] = given.get(epoch, Counter()) + found
+    texts = [" ".join(map(str, range(at, at + 9))).encode() for at in range(DOCUMENTS)]
+    expected = Counter(pair for text in texts for pair in pairwise([1, *text, 0]))
+    assert max(given) >= complete
+    for epoch in range(complete):
+        assert given[epoch] == expected
+    assert given[complete] <= expected
 
 
 def test_another_global_batch_by_default_is_refused(launch: Launch, tmp_path: Path) -> None:
@@ -311,6 +341,22 @@ def test_run_begins_with_a_checkpoint_of_torchtitan_and_exports_its_last_model(
     assert fresh["loss"] != tuned["loss"]
 
 
+def test_stream_of_a_checkpoint_of_torchtitan_begins_afresh_only_if_asked(
+    launch: Launch, tmp_path: Path
+) -> None:
+    settings = {"ranks": 1, "loader": "stream"}
+    own = {"interval": 2, "last_save_model_only": False, "enable": True}
+    assert succeeded(launch("old", **settings, steps=2, manager="torchtitan", checkpoint=own))
+    first = tmp_path / "old" / "outputs" / "checkpoint" / "step-2"
+    start = {"initial_load_path": str(first), "initial_load_model_only": False}
+    refused = launch("run", **settings, steps=3, checkpoint=start)
+    assert refused.returncode != 0
+    assert 'exclude_from_loading=["dataloader"], the data begins at its start' in refused.stderr
+    afresh = {**start, "exclude_from_loading": ["dataloader"]}
+    assert succeeded(launch("run", **settings, steps=3, checkpoint=afresh))
+    assert sorted(record_of(tmp_path / "run", 0)[0]) == [3]
+
+
 def checkpoints(folder: Path) -> list[Path]:
     return RunPaths(folder / "root" / "torchtitan_program").list_checkpoints()
 
@@ -372,6 +418,15 @@ def test_loader_gives_each_sample_once_at_every_degree(titan: Path, tmp_path: Pa
             assert positions[at] == place
             assert labels[at - 1] == (IGNORED if ends[at - 1] else token)
     assert found["separator"] in found["inputs"][0]
+
+
+def test_stream_of_chats_continues_after_each_batch(titan: Path, tmp_path: Path) -> None:
+    """Each token of an answer is given once. What does not fit waits for the next sequence."""
+    found = ask(titan, chats=str(tmp_path))
+    rows = [row for batch in found["whole"] for row in batch]
+    assert {len(row[0]) for row in rows} == {len(row[1]) for row in rows} == {SEQ_LEN}
+    labels = Counter(label for _, row in rows for label in row if label != IGNORED)
+    assert labels == Counter(label for answer in found["labels"] for label in answer)
 
 
 def test_example_trains_to_its_end(launch: Launch, tmp_path: Path) -> None:

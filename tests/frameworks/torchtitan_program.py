@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 
+sys.path.append(str(Path(__file__).parents[2]))
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "torchtitan"))
 
 from small import Bytes, fit_for_cpu  # type: ignore[import-not-found]
@@ -38,12 +39,15 @@ from holdfast.trainer.frameworks.torchtitan import (
     CheckpointManager,
     TokenDataLoader,
 )
+from holdfast.trainer.frameworks.torchtitan.streamed import PackedShards
+from holdfast.trainer.streams.loader import StreamLoader
 
 SEQ_LEN: Final = 16
 LOCAL_BATCH: Final = 2
 GLOBAL_BATCH: Final = 4
 SAMPLES: Final = 24
 DOCUMENTS: Final = 40
+CHATS, CHATS_SHARDS = 30, 3
 
 
 def note(settings: dict[str, Any], **facts: Any) -> None:
@@ -78,11 +82,14 @@ class Recorded(Trainer):
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         starts: list[list[int]] = []
+        rows: list[list[Any]] = []
         self.losses: list[float] = []
 
         def watched() -> Iterator[Any]:
             for inputs, labels in data_iterator:
                 starts.extend(inputs["input"][:, :4].tolist())
+                if (stream := getattr(self.dataloader, "stream", None)) is not None:
+                    rows.append([stream.epoch, inputs["input"].tolist(), labels.tolist()])
                 yield inputs, labels
 
         super().train_step(watched())
@@ -91,6 +98,7 @@ class Recorded(Trainer):
             step=self.step,
             world=torch.distributed.get_world_size(),
             samples=starts,
+            rows=rows,
             loss=sum(self.losses),
             lr=self.lr_schedulers.schedulers[0].get_last_lr(),
             draw=torch.rand(()).item(),
@@ -226,8 +234,52 @@ def batches_of(folder: Path) -> dict[str, Any]:
     }
 
 
+class Chats(Bytes):
+    """A tokenizer with a template for questions and answers."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **prompt: bool) -> str:
+        return "".join(f"{each['role'][0]}{each['content']}|" for each in messages)
+
+
+def chats_of(folder: Path) -> dict[str, Any]:
+    """Return what the loader of a stream of chats gives, and what it gives after each place."""
+    # It imports the tools of tests, which the training programs need not.
+    from tests.unit.test_streams import alone, check_resumes
+
+    for shard in range(CHATS_SHARDS):
+        rows = [{"q": str(at), "a": "x" * (at % 9)} for at in range(shard, CHATS, CHATS_SHARDS)]
+        (folder / f"{shard}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def process(row: dict[str, str]) -> list[dict[str, str]]:
+        return [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"]}]
+
+    files = {"data_files": str(folder / "*.jsonl"), "split": "train", "streaming": True}
+    config = text_datasets.ChatDataLoader.Config(
+        dataset_path="json", load_dataset_kwargs=files, sample_processor=process, infinite=False
+    )
+    tokenizer = Chats(Bytes.Config(), tokenizer_path="")
+    options = {"dp_world_size": 2, "dp_rank": 1, "seq_len": SEQ_LEN, "local_batch_size": 2}
+    packed = PackedShards(config.build(tokenizer=tokenizer, **options).dataset, degree=2)
+
+    def collate(rows: list[Any]) -> list[Any]:
+        return [[inputs["input"].tolist(), labels.tolist()] for inputs, labels in rows]
+
+    def loader() -> StreamLoader:
+        return alone(packed, batch=2, collate=collate, filler=packed.filler)
+
+    whole = list(loader())
+    check_resumes(loader, whole)
+    return {
+        "whole": whole,
+        "labels": [[*f"a{'x' * (at % 9)}|".encode(), tokenizer.eos_id] for at in range(CHATS)],
+    }
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
+    if "chats" in settings:
+        print(json.dumps(chats_of(Path(settings["chats"]))))
+        return
     if "refused" in settings:
         print(json.dumps([refusal(options) for options in settings["refused"]]))
         return

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 from tests.unit.test_streams import alone, flat, read
 
-from holdfast.contracts.errors import SpecError
+from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.trainer.state import plain
 from holdfast.trainer.streams.convert import as_source, why_inexact
 
 ROWS, SHARDS = 40, 4
 
 
-def rows() -> Any:
-    made = datasets.Dataset.from_dict({"n": list(range(ROWS))})
+def rows(count: int = ROWS) -> Any:
+    made = datasets.Dataset.from_dict({"n": list(range(count))})
     return made.to_iterable_dataset(num_shards=SHARDS)
 
 
@@ -96,3 +97,56 @@ def test_steps_that_an_old_version_loses_samples_after_are_refused(
             as_source(STEPS[kind]())
     assert as_source(rows().shuffle(seed=1, buffer_size=8)).shards()
     assert "shuffle buffer" in why_inexact(rows().shuffle(seed=1))
+
+
+def paths(*names: str) -> Any:
+    """Return a stream whose shards are named by paths, as generators get them."""
+
+    def read(files: list[Path]) -> Iterator[dict[str, int]]:
+        yield from ({"n": len(one.name)} for one in files)
+
+    return datasets.IterableDataset.from_generator(read, gen_kwargs={"files": [*map(Path, names)]})
+
+
+def at_random(share: float, seed: int) -> Any:
+    return mixed(probabilities=[share, 1 - share], seed=seed)
+
+
+CHANGED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "rows": (rows, lambda: rows(ROWS + SHARDS)),
+    "order": (lambda: rows().shuffle(seed=1), lambda: rows().shuffle(seed=2)),
+    "paths": (lambda: paths("a", "b"), lambda: paths("a", "c")),
+    "take": (lambda: rows().take(9), lambda: rows().take(8)),
+    "batch": (lambda: rows().batch(2), lambda: rows().batch(3)),
+    "shares": (lambda: at_random(0.3, 4), lambda: at_random(0.4, 4)),
+    "seed": (lambda: at_random(0.3, 4), lambda: at_random(0.3, 5)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_stream_that_changed_between_two_launches_is_refused(kind: str) -> None:
+    before, after = CHANGED[kind]
+    assert as_source(before()).shards() == as_source(before()).shards()
+    loader = alone(as_source(before()), collate=str)
+    next(iter(loader))
+    with pytest.raises(CheckpointError, match="or a step that gives its samples"):
+        alone(as_source(after()), collate=str).resume(loader.facts(), [loader.state_dict()])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: rows().shuffle(),
+        lambda: rows().shuffle().map(same),
+        lambda: mixed(probabilities=[0.3, 0.7]),
+    ],
+    ids=["shuffle", "shuffle and map", "interleave"],
+)
+def test_a_stream_in_another_order_at_each_launch_is_refused(made: Callable[[], Any]) -> None:
+    with pytest.raises(SpecError, match=r"has no seed.*shuffle\(seed=0\)"):
+        as_source(made())
+
+
+def test_the_order_of_a_single_shard_needs_no_seed() -> None:
+    names = [as_source(paths("a").shuffle(buffer_size=4)).shards() for _ in range(2)]
+    assert names[0] == names[1]

@@ -7,20 +7,23 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torchdata import nodes
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.trainer import Session
 from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.session.streaming import source_of
 from holdfast.trainer.state import plain
-from holdfast.trainer.streams import Counted, Source, StreamDataset, TextLines
+from holdfast.trainer.streams import Counted, NodeShards, Source, StreamDataset, TextLines
 from holdfast.trainer.streams.convert import as_source
 from holdfast.trainer.streams.division import (
     Cursor,
@@ -38,6 +41,8 @@ T = TypeVar("T")
 WAIT_S = 60.0
 STATE_BYTES_MAX = 64 * 1024
 Batches = list[list[Any]]
+# Sorts after the samples of shards with numbers as names.
+FILLER: Final = ("none", 0)
 # What a checkpoint has: the facts, and the row of each rank.
 Saved = tuple[dict[str, Any], list[dict[str, Any]]]
 
@@ -123,15 +128,20 @@ def read(
     *,
     saved: Saved | None = None,
     steps: int | None = None,
+    copies: int = 1,
     **more: Any,
 ) -> tuple[list[Batches], Saved]:
-    """Read the rest of an epoch, or `steps` batches, on ranks that are threads."""
+    """Read the rest of an epoch, or `steps` batches, on ranks that are threads.
+
+    So many ranks next to each other get the same part.
+    """
     together = Together(ranks)
     batches: list[Batches] = [[] for _ in range(ranks)]
     loaders: list[StreamLoader] = []
     errors: list[BaseException] = []
     for rank in range(ranks):
-        who: dict[str, Any] = {"part": rank, "parts": ranks, "ranks": OneOf(together, rank)}
+        who: dict[str, Any] = {"part": rank // copies, "parts": ranks // copies}
+        who["ranks"] = OneOf(together, rank)
         loaders.append(StreamLoader(source, options_of(**more), place=Place(), **who))
 
     def act(rank: int) -> None:
@@ -244,6 +254,48 @@ def test_each_sample_is_given_once_at_any_size_and_in_the_same_order_at_the_same
     assert len(set(found)) == len(found)
     # Fewer samples than ranks may be left when a run grows within the last step of an epoch.
     assert len(everything) - len(found) < max(second, third)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.integers(0, 15), min_size=1, max_size=6),
+    st.lists(st.integers(1, 4), min_size=2, max_size=2),
+    st.integers(1, 5),
+    st.integers(1, 20),
+)
+def test_fillers_leave_no_sample_out_and_batches_of_one_size(
+    sizes: list[int], worlds: list[int], batch: int, at: int
+) -> None:
+    """Fewer samples than ranks are one step, too."""
+    everything = sorted((str(n), k) for n, size in enumerate(sizes) for k in range(size))
+    if not everything:
+        return
+    source = numbered(sizes)
+    more: Any = {"batch": batch, "filler": FILLER}
+    whole, _ = read(source, worlds[0], **more)
+    assert flat(whole).count(FILLER) < worlds[0] * batch * 2
+    begun, saved = read(source, worlds[0], steps=min(at, len(whole[0])), **more)
+    rest = read(source, worlds[1], saved=saved, **more)[0] if has_more(saved) else []
+    for found in (whole, begun + rest):
+        assert {len(one) for rank in found for one in rank} == {batch}
+        assert [sample for sample in flat(found) if sample != FILLER] == everything
+
+
+def has_more(saved: Saved) -> bool:
+    """Return whether the epoch of a checkpoint has more batches."""
+    return any(any(row["opened"]) or any(row["unopened"]) for row in saved[1])
+
+
+def test_ranks_that_get_the_same_part_continue_it_at_another_number_of_copies() -> None:
+    source = numbered([9, 7, 8])
+    more: Any = {"batch": 2}
+    whole, _ = read(source, 2, **more)
+    begun, saved = read(source, 4, copies=2, steps=2, **more)
+    assert begun == [whole[rank // 2][:2] for rank in range(4)]
+    rest, _ = read(source, 2, saved=saved, **more)
+    assert rest == [rank[2:] for rank in whole]
+    rest, _ = read(source, 6, copies=3, saved=saved, **more)
+    assert rest == [whole[rank // 3][2:] for rank in range(6)]
 
 
 def test_shuffling_depends_on_the_epoch_and_the_seed_and_not_on_the_reader() -> None:
@@ -416,9 +468,33 @@ def test_lines_are_found_by_their_byte_and_a_changed_file_is_noticed(tmp_path: P
     assert [sample["id"] for sample, _ in source.open(name, pairs[0][1])] == [22, 3]
     path.write_text("{}\n")
     assert source.shards() != [name]
+    with pytest.raises(SpecError, match=r"has 3 bytes, and had \d+ when the launch began"):
+        next(source.open(name, None))
     path.unlink()
     with pytest.raises(FileNotFoundError):
         source.shards()
+
+
+def test_a_file_that_is_a_shard_is_noticed_if_its_size_changed(tmp_path: Path) -> None:
+    """What reads the shard gets its name as the program gave it."""
+    path = tmp_path / "a"
+    path.write_text("1\n2\n3\n")
+    names = [str(path), "no file"]
+
+    def read_lines(name: str) -> list[str]:
+        return Path(name).read_text().split() if name == str(path) else []
+
+    def node(name: str) -> Any:
+        return nodes.IterableWrapper(read_lines(name))
+
+    for make in (lambda: Counted(names, read_lines), lambda: NodeShards(names, node)):
+        path.write_text("1\n2\n3\n")
+        loader = alone(make(), batch=1)
+        assert next(iter(loader)) == ["1"]
+        saved: Any = (loader.facts(), [loader.state_dict()])
+        path.write_text("1\n3\n")
+        with pytest.raises(CheckpointError, match="its name or size has changed"):
+            alone(make(), batch=1).resume(*saved)
 
 
 @pytest.mark.timeout(120)
@@ -440,6 +516,37 @@ def test_a_session_saves_and_restores_a_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.timeout(120)
+def test_a_loop_over_steps_refuses_a_loader_whose_stream_no_checkpoint_has(tmp_path: Path) -> None:
+    def train(session: Session, loader: Any) -> list[int]:
+        return [step for step, _ in zip(session.steps(2), loader, strict=False)]
+
+    def opened(name: str, **parts: Any) -> Session:
+        layer = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        options: dict[str, Any] = {"interval": 1, "snapshots": "off", **parts}
+        return Session(layer, optimizer, directory=tmp_path / name, **options)
+
+    def loader_of(workers: int) -> Any:
+        return DataLoader(Bare(), batch_size=2, num_workers=workers)
+
+    # torchdata's loaders read such a stream again, and an evaluation may read one.
+    for total, expected in ((2, [[0, 1], [2, 3]]), (4, [[4, 5], [6, 7]])):
+        stateful: Any = StatefulDataLoader(Bare(), batch_size=2)
+        with opened("stateful", per_rank={"loader": stateful}) as session:
+            steps = zip(session.steps(total), stateful, strict=False)
+            assert [batch.tolist() for _, batch in steps] == expected
+    with opened("stream") as session:
+        evaluation = iter(loader_of(0))
+        assert train(session, session.stream(numbered([9]), 2)) == [1, 2]
+        next(evaluation)
+    del evaluation
+    problem = r"stream Bare was open .* Give session.stream a source"
+    for workers in (0, 1):
+        with pytest.raises(SpecError, match=problem), opened(f"refused{workers}") as session:
+            train(session, loader_of(workers))
+
+
 def test_arguments_of_a_stream_are_checked_before_the_first_step(tmp_path: Path) -> None:
     source = numbered([3, 4, 5])
     with Session(torch.nn.Linear(1, 1), directory=tmp_path / "run", interval=100) as session:

@@ -92,6 +92,11 @@ class Position:
         return self._skips
 
     @property
+    def has_order(self) -> bool:
+        """True if the program draws samples in a session's order."""
+        return bool(self._orders)
+
+    @property
     def next_step(self) -> int:
         """The current step, or the next one, counted from 1."""
         return self.completed + 1

@@ -7,11 +7,13 @@ resume yields the samples again that were fetched and not trained on, once.
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.arguments import whole
@@ -229,6 +231,34 @@ def check_order(loader: object, is_saved: Callable[[object], bool]) -> int:
         "no resume can continue; give it sampler=session.distributed_sampler(...) or "
         "batch_sampler=session.sampler(...), or use torchdata's StatefulDataLoader in per_rank"
     )
+
+
+def check_open_loaders() -> None:
+    """Raise `SpecError` if the program reads a stream whose place no checkpoint has.
+
+    A loop over steps does not name its loader. torchdata's loaders keep a state, so they are left
+    out here.
+    """
+    if not any(_open_streams()):
+        return
+    # The iterator may be one of a program's garbage.
+    gc.collect()
+    for name in _open_streams():
+        raise SpecError(
+            f"a DataLoader over the stream {name} was open when the steps began, and no checkpoint "
+            f"has its place, so a resume would begin again with its first samples. {_STREAM}. If "
+            "it is not the training data, begin its iteration inside the loop"
+        )
+
+
+def _open_streams() -> Iterator[str]:
+    """Yield the datasets of torch's iterators over a stream that exist now."""
+    for each in gc.get_objects():
+        kind = type(each)
+        if issubclass(kind, _BaseDataLoaderIter) and kind.__module__.startswith("torch."):
+            dataset = getattr(each, "_dataset", None)
+            if isinstance(dataset, IterableDataset):
+                yield type(dataset).__name__
 
 
 def batches_per_step(local_batch: int, batch_size: int | None) -> int:

@@ -16,6 +16,7 @@ from holdfast.trainer.ranks import forks
 from holdfast.trainer.session.lifetime import while_open
 from holdfast.trainer.session.session import Session
 from holdfast.trainer.staging.file_writers import Writer
+from holdfast.trainer.streams.loader import StreamLoader, StreamOptions
 
 
 class FrameworkSession(Session):
@@ -108,6 +109,17 @@ class FrameworkSession(Session):
         This rank gets part `part`, from 0, of `parts` equal parts of each step's samples.
         """
         return self._position.sampler(dataset_size, global_batch, total, (part, parts))
+
+    @while_open
+    def stream_of_part(
+        self, source: Any, options: StreamOptions, name: str, *, part: int, parts: int
+    ) -> StreamLoader:
+        """Returns a loader as `stream` does, where the framework divides the global batch.
+
+        This rank gets part `part`, from 0, of `parts` parts. Several ranks may get the same part.
+        """
+        self._require_before_steps()
+        return self._open_stream(source, options, name, part, parts)
 
     # --- metrics --------------------------------------------------------------------------
 

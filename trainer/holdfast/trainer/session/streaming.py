@@ -12,6 +12,7 @@ from holdfast.contracts.node.reporting import report
 from holdfast.trainer.arguments import check_seed, truth, whole
 from holdfast.trainer.data.order import local_batch
 from holdfast.trainer.data.position import Position
+from holdfast.trainer.data.sampler import check_open_loaders
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.session.lifetime import Lifetime, while_open
 from holdfast.trainer.state.run_state import ProgramState, Streams
@@ -41,6 +42,7 @@ class StreamMethods:
     _position: Position
     _ranks: ControlGroup
     _state: ProgramState
+    _has_stream = False
 
     @property
     def step(self) -> int:
@@ -111,10 +113,22 @@ class StreamMethods:
         )
         if not isinstance(name, str):
             raise TypeError(f"name={name!r}: expected text")
-        made = self._make(source, options)
+        return self._open_stream(source, options, name, position.rank, position.world_size)
+
+    def _open_stream(
+        self, source: Any, options: StreamOptions, name: str, part: int, parts: int
+    ) -> StreamLoader:
+        """Make a stream of which this rank reads `part` of `parts`, and let it continue."""
+        made = self._make(source, options, part, parts)
+        self._has_stream = True
         self._report(made.note)
         self._report(_continued(self._state.streams, name, made))
         return made
+
+    def _require_known_data(self) -> None:
+        """Raise `SpecError` if the data is a stream that the session does not know."""
+        if not (self._has_stream or self._position.has_order or self._position.has_begun):
+            check_open_loaders()
 
     def _require_before_steps(self) -> None:
         if self._position.has_begun:
@@ -127,9 +141,8 @@ class StreamMethods:
         if text and self._ranks.rank == 0:
             report(f"holdfast: {text}")
 
-    def _make(self, source: Any, options: StreamOptions) -> StreamLoader:
+    def _make(self, source: Any, options: StreamOptions, part: int, parts: int) -> StreamLoader:
         """Make the loader on all ranks. All raise if one cannot, or if they differ."""
-        position = self._position
         made: list[StreamLoader] = []
 
         def make() -> dict[str, Any]:
@@ -137,10 +150,10 @@ class StreamMethods:
                 StreamLoader(
                     source_of(source),
                     options,
-                    part=position.rank,
-                    parts=position.world_size,
+                    part=part,
+                    parts=parts,
                     ranks=self._ranks,
-                    place=position,
+                    place=self._position,
                 )
             )
             return made[0].facts()

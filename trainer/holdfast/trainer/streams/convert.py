@@ -9,15 +9,23 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Final
 
+import numpy as np
+
 from holdfast.contracts.disk.digests import digest_of
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.streams.source import WHAT_WORKS, Source
+from holdfast.trainer.streams.source import WHAT_WORKS, Source, sized
 from holdfast.trainer.streams.tar import TarMember, TarShards, grouped
 
 _BUFFER: Final = "BufferShuffledExamplesIterable"
 # Older versions of datasets lose the rest of a block of samples after these steps.
 _EXACT_SINCE: Final = (5, 1)
 _LOSSY: Final = ("Filtered", "Mapped")
+# Attributes of a step of `datasets` that decide which samples it gives, and in which order.
+_DECIDING: Final = (
+    *("kwargs", "n", "num_times", "batch_size", "stopping_strategy", "probabilities", "generator"),
+)
+# Without a seed, numpy draws 128 bits. Before numpy 2, the copy of a generator forgot them.
+_SEED_MAX: Final = 1 << 64
 _DEPTH_MAX: Final = 200
 PACKAGE: Final = "webdataset"
 _DROPPING: Final = ("_rsample", "_select")
@@ -56,15 +64,15 @@ class NodeShards(Source):
 
     def __init__(self, names: Sequence[str], make: Callable[[str], Any]) -> None:
         """`make` gets a shard's name, and returns the last node of a new pipeline that reads it."""
-        self._names, self._make = list(names), make
+        self._names, self._make = sized(names), make
 
     def shards(self) -> Sequence[str]:
-        """Return the names."""
-        return self._names
+        """Return the names, with the sizes of those that are files."""
+        return list(self._names)
 
     def open(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
         """Iterate over what a pipeline gives from its state `position` on."""
-        node = self._make(shard)
+        node = self._make(self._names[shard])
         node.reset(position)
 
         def state() -> Any:
@@ -260,7 +268,7 @@ def why_inexact(dataset: Any, *, with_buffers: bool = True) -> str:
 
     Pass `with_buffers=False` if shuffle buffers do not matter.
     """
-    names = set(_kinds_of(dataset._ex_iterable, 0))
+    names = {type(node).__name__ for node in _nodes_below(dataset._ex_iterable, 0)}
     if with_buffers and _BUFFER in names:
         return "its shuffle buffer, whose content no checkpoint has"
     version = import_module("datasets").__version__
@@ -273,11 +281,11 @@ def why_inexact(dataset: Any, *, with_buffers: bool = True) -> str:
     return ""
 
 
-def _kinds_of(node: Any, depth: int) -> Iterator[str]:
-    yield type(node).__name__
+def _nodes_below(node: Any, depth: int) -> Iterator[Any]:
+    yield node
     for inputs in _children(node).values() if depth < _DEPTH_MAX else ():
         for each in inputs:
-            yield from _kinds_of(each, depth + 1)
+            yield from _nodes_below(each, depth + 1)
 
 
 class HuggingFaceStream(Source):
@@ -291,7 +299,8 @@ class HuggingFaceStream(Source):
     def __init__(self, dataset: Any) -> None:
         """Raises `SpecError` for a dataset of one node, whose rest nobody would read.
 
-        Raises it also for steps whose state an old version of `datasets` does not have.
+        Raises it also for steps whose state an old version of `datasets` does not have, and for
+        steps without a seed.
         """
         if getattr(dataset, "_distributed", None) is not None:
             raise SpecError(
@@ -303,6 +312,7 @@ class HuggingFaceStream(Source):
                 f"this stream cannot continue after {why}. Install that, or leave map and "
                 "filter out, and do their work in the transform of session.stream"
             )
+        _require_seeds(dataset)
         self._dataset = copy.copy(dataset)
         tree, self.buffer = _without_buffers(dataset._ex_iterable, 0)
         if self.buffer:
@@ -314,7 +324,9 @@ class HuggingFaceStream(Source):
                 token_per_repo_id=dataset._token_per_repo_id,
             )
         count = int(dataset.num_shards)
-        digest = digest_of("\0".join(_texts_of(tree, 0)).encode())
+        # A shuffle has put several shards into its order.
+        texts = _texts_of(dataset._ex_iterable if count > 1 else tree, 0)
+        digest = digest_of("\0".join(texts).encode())
         self._numbers = {f"{n} of {count} ({digest})": n for n in range(count)}
 
     def shards(self) -> Sequence[str]:
@@ -323,11 +335,15 @@ class HuggingFaceStream(Source):
 
     def open(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
         """Iterate over a shard from a state of `datasets` on."""
-        part = self._dataset.shard(num_shards=len(self._numbers), index=self._numbers[shard])
+        part = self.part(shard)
         if position is not None:
             part.load_state_dict(position)
         for sample in part:
             yield sample, part.state_dict
+
+    def part(self, shard: str) -> Any:
+        """Return a shard as a stream of `datasets`."""
+        return self._dataset.shard(num_shards=len(self._numbers), index=self._numbers[shard])
 
 
 def from_hugging_face(given: Any) -> HuggingFaceStream:
@@ -339,6 +355,23 @@ def from_hugging_face(given: Any) -> HuggingFaceStream:
             "with a num_shards"
         )
     return HuggingFaceStream(given)
+
+
+def _require_seeds(dataset: Any) -> None:
+    """Raise `SpecError` if each rank and each launch would have another order."""
+    if np.lib.NumpyVersion(np.__version__) < "2.0.0":
+        return
+    for node in _nodes_below(dataset._ex_iterable, 0):
+        # The session shuffles a single shard itself.
+        has_effect = dataset.num_shards > 1 or type(node).__name__ != _BUFFER
+        generator = getattr(node, "generator", None)
+        if has_effect and isinstance(generator, np.random.Generator):
+            entropy = getattr(generator.bit_generator.seed_seq, "entropy", 0)
+            if isinstance(entropy, int) and entropy >= _SEED_MAX:
+                raise SpecError(
+                    "a shuffle or interleave_datasets of this stream has no seed, so each rank and "
+                    "each launch would get another order; give it one, as in shuffle(seed=0)"
+                )
 
 
 def _children(node: Any) -> dict[str, list[Any]]:
@@ -369,21 +402,28 @@ def _without_buffers(node: Any, depth: int) -> tuple[Any, int]:
 
 
 def _texts_of(node: Any, depth: int) -> Iterator[str]:
-    """Yield what tells two datasets apart: the texts in the arguments of the leaves, and sizes."""
+    """Yield what tells two datasets apart: their steps, and the arguments and sizes of leaves."""
     yield type(node).__name__
-    yield from _texts_in(getattr(node, "kwargs", None), 0)
+    for name in _DECIDING:
+        yield from _texts_in(getattr(node, name, None), 0)
     for inputs in _children(node).values():
         for each in inputs:
             yield from _texts_of(each, depth + 1)
 
 
 def _texts_in(value: Any, depth: int) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-        if os.path.isfile(value):
-            yield str(os.path.getsize(value))
+    if isinstance(value, str | os.PathLike):
+        path = os.fspath(value)
+        yield str(path)
+        if os.path.isfile(path):
+            yield str(os.path.getsize(path))
     elif isinstance(value, int | float):
         yield str(value)
+    elif isinstance(value, np.random.Generator):
+        yield str(value.bit_generator.state)
+    elif hasattr(value, "num_rows"):
+        # A dataset with an index, of which each shard has a part.
+        yield str(value.num_rows)
     elif depth < _DEPTH_MAX and isinstance(value, Mapping):
         for key, item in value.items():
             yield str(key)

@@ -120,13 +120,17 @@ def shares(samples: int, ranks: int) -> list[int]:
     return [share + (rank < more) for rank in range(ranks)]
 
 
-def last_steps(left: int, ranks: int, batch: int) -> list[int]:
+def last_steps(left: int, ranks: int, batch: int, *, is_filled: bool = False) -> list[int]:
     """Return the samples of each of the last steps, for the last `left` samples of an epoch.
 
     `left` is below ranks * (batch + 1). Each rank gets a sample in each step. So with a batch of
     one, some ranks may get two samples in the last step. There is no step for fewer samples than
-    ranks.
+    ranks. With `is_filled`, a filler stands for each sample that a step lacks, so a rank may get no
+    sample, and none is left out.
     """
+    if is_filled:
+        full, rest = divmod(left, ranks * batch)
+        return [ranks * batch] * full + [rest] * (rest > 0)
     if left < ranks:
         return []
     if left <= ranks * batch or left < 2 * ranks:

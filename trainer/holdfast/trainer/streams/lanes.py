@@ -71,13 +71,18 @@ class Epoch:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Which part of a lane's samples one rank gets: that of `member` among `members` ranks."""
+    """Which part of a lane's samples one rank gets: that of `member` among `members` ranks.
+
+    With a `filler`, each batch has `batch` samples, and the filler stands for those that an epoch's
+    last step lacks.
+    """
 
     member: int
     members: int
     batch: int
     is_last: bool
     drop_last: bool
+    filler: Any = None
 
 
 def key_of(kind: int, *numbers: int) -> int:
@@ -239,7 +244,8 @@ def parts_of(lane: LaneReader, share: Share) -> Iterator[tuple[list[Any], Mark]]
         yield _own(ahead, unit, share)
     if not share.is_last:
         return
-    sizes = last_steps(len(ahead), share.members, share.batch)
+    is_filled = share.filler is not None
+    sizes = last_steps(len(ahead), share.members, share.batch, is_filled=is_filled)
     if share.drop_last:
         sizes = [unit] if len(ahead) >= unit else []
     elif ahead and not sizes and share.member == 0:
@@ -289,7 +295,10 @@ class LaneData(IterableDataset[Delivery]):
                 if found is None:
                     return
                 samples = [self._transformed(each) for each in found[0]]
-                seed_all(self._key(COLLATE, *found[0][0][1:]))
+                if self._share.filler is not None:
+                    samples += [self._share.filler] * (self._share.batch - len(samples))
+                first = found[0][0][1:] if found[0] else (-1, -1)
+                seed_all(self._key(COLLATE, *first))
                 batch = self._collate(samples)
             yield Delivery(number, batch, found[1])
 

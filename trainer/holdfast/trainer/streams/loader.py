@@ -60,7 +60,10 @@ class TrainingPlace(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """What the program chose. `loader` has further arguments of torch's DataLoader."""
+    """What the program chose. `loader` has further arguments of torch's DataLoader.
+
+    With a `filler`, every batch has `batch` samples: see `Share`.
+    """
 
     batch: int
     seed: int
@@ -72,6 +75,7 @@ class StreamOptions:
     repeat: bool = False
     collate: Callable[[list[Any]], Any]
     transform: Callable[[Any], Any] | None = None
+    filler: Any = None
     loader: Mapping[str, Any]
 
 
@@ -273,6 +277,7 @@ class StreamLoader:
             batch=options.batch,
             is_last=self._is_last,
             drop_last=options.drop_last,
+            filler=options.filler,
         )
         data = LaneData(self._source, self._epoch, lanes, share, options.collate, options.transform)
         workers = len(lanes) if options.num_workers else 0
@@ -351,20 +356,20 @@ class StreamLoader:
             raise CheckpointError(_describe(changed, facts, now))
         mine = [row for row in rows if row["part"] == self._part]
         differing = [key for key in _DIVIDING if facts.get(key) != now[key]]
-        is_new = bool(self._ranks.largest([bool(differing) or not mine])[0])
-        saved = (
-            [row for each in self._ranks.gather(lambda: rows) for row in each] if is_new else mine
-        )
-        row = saved[0]
+        # Other ranks may have read this rank's row: several ranks may get the same part.
+        if self._ranks.largest([bool(differing) or not mine])[0]:
+            rows = [row for each in self._ranks.gather(lambda: rows) for row in each]
+            mine = [row for row in rows if row["part"] == self._part]
+        row = rows[0]
         self._epoch, self._given = self._epoch_of(int(row["epoch"])), int(row["given"])
-        if is_new:
-            self._take_rest(saved)
+        if differing:
+            self._take_rest(rows)
             what = ", ".join(f"{key} {facts.get(key)} → {now[key]}" for key in differing)
             return (
                 f"the rest of epoch {self.epoch} of the stream was divided again ({what}): each "
                 "sample that is left comes once, in another order"
             )
-        self._adopt(row)
+        self._adopt(mine[0])
         return ""
 
     def _adopt(self, row: Mapping[str, Any]) -> None:
@@ -432,8 +437,9 @@ def _describe(changed: Sequence[str], facts: Mapping[str, Any], now: Mapping[str
     if "digest" in changed:
         return (
             f"the shards of the stream are not those of the checkpoint ({what}): one was added or "
-            "removed, or its name or size has changed, so positions in them mean nothing. Restore "
-            "the shards, or begin the stream afresh with exclude or another name"
+            "removed, its name or size has changed, or a step that gives its samples, so positions "
+            "in them mean nothing. Restore the shards, or begin the stream afresh with exclude or "
+            "another name"
         )
     return (
         f"the stream is not the one of the checkpoint ({what}). Give it the former values, or "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.errors import SpecError
+from holdfast.trainer.streams.files import open_shard
 
 # More would make the state of a rank larger than 64 kB.
 SHARDS_MAX: Final = 250_000
@@ -60,8 +61,9 @@ class TextLines(Source):
         return [f"{path} ({os.stat(path).st_size} bytes)" for path in self._paths]
 
     def open(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
-        """Iterate over the lines from byte `position` on."""
-        with open(shard.rpartition(" (")[0], "rb") as file:
+        """Iterate over the lines from byte `position` on. Raises `SpecError` for a changed file."""
+        path, _, size = shard.removesuffix(" bytes)").rpartition(" (")
+        with open_shard(path, int(size)) as file:
             at = int(position or 0)
             file.seek(at)
             for line in file:
@@ -77,18 +79,33 @@ class Counted(Source):
 
     def __init__(self, names: Sequence[str], read: Callable[[str], Iterable[Any]]) -> None:
         """`read` gets a shard's name and iterates over its samples, the same at each call."""
-        self._names, self._read = list(names), read
+        self._names, self._read = sized(names), read
 
     def shards(self) -> Sequence[str]:
-        """Return the names."""
-        return self._names
+        """Return the names, with the sizes of those that are files."""
+        return list(self._names)
 
     def open(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
         """Iterate over the samples after the first `position`."""
         first = int(position or 0)
-        for number, sample in enumerate(self._read(shard)):
+        for number, sample in enumerate(self._read(self._names[shard])):
             if number >= first:
                 yield sample, number + 1
+
+
+def sized(names: Sequence[str]) -> dict[str, str]:
+    """Return the names by names of shards, which have the size where a name is that of a file.
+
+    Raises `SpecError` for a name that is there twice.
+    """
+    found = {}
+    for name in names:
+        is_file = isinstance(name, str) and os.path.isfile(name)
+        shard = f"{name} ({os.path.getsize(name)} bytes)" if is_file else name
+        if shard in found:
+            raise SpecError(f"two shards have the name {shard!r}; expected each name once")
+        found[shard] = name
+    return found
 
 
 def names_of(source: Source) -> list[str]:

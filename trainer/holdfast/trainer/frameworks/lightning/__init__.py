@@ -11,6 +11,7 @@
 | `callback.py` | what users add to their program; it refuses settings that cannot work |
 | `fit.py` | one `fit` under a session, from its start to its end, and Lightning's loops and state |
 | `data.py` | the position in the training data, which may be a stream |
+| `read_again.py` | streams without shards, whose batches a resume reads again |
 | `metrics.py` | values that Lightning accumulates over an epoch |
 | `files.py` | the files of `ModelCheckpoint` |
 | `fabric_drop_in.py` | `Fabric` for a loop of your own, and a session for your own sampler |

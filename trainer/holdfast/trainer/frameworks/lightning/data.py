@@ -8,7 +8,7 @@ of the loader's own sampler. In the middle of an epoch, a resume continues with 
 | a `DataLoader` with a batch sampler | the sampler draws its ids again, and no data is read |
 | a loader that has a state, such as `StatefulDataLoader` | by that state |
 | a single loader over a stream that names its shards | by the position of the session's stream |
-| other streams, several loaders, other iterables | the batches are read again |
+| other streams, several loaders, other iterables | the batches are read again: `read_again` |
 
 Of several loaders, the shorter ones begin again within an epoch, and then draw from generators that
 the model has used, too. So each such moment is noted, and the batches are read again from the same
@@ -22,14 +22,11 @@ the epoch's first batch, and counts on.
 from __future__ import annotations
 
 import contextlib
-import pickle
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import repeat
 from typing import Any, Final
 
-import numpy as np
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.pytorch.loops import fit_loop
@@ -48,6 +45,7 @@ from holdfast.trainer.frameworks.lightning.global_batch import (
     limits_of,
     sampler_of,
 )
+from holdfast.trainer.frameworks.lightning.read_again import NotedStreams, WatchedStreams
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.streamed import has_shards, is_stream, stream_arguments
 from holdfast.trainer.state import rng
@@ -254,26 +252,6 @@ class NotedSampler:
         return getattr(self.batches, name)
 
 
-class WatchedStreams(CombinedLoader):
-    """Streams that this process reads, and that must not draw from the global generators.
-
-    The model draws from them between two batches, so batches that are read again would differ.
-    """
-
-    def __next__(self) -> Any:
-        before = _global_states()
-        batch = super().__next__()
-        if _global_states() != before:
-            names = ", ".join(sorted({_data_name(each) for each in self.flattened}))
-            raise SpecError(
-                f"the training stream {names} draws from the global random generators while its "
-                "samples are read, and the model draws from them in between, so no resume could "
-                "read the same samples again. Give the stream a generator of its own, as an "
-                "attribute of the dataset, or read it in worker processes (num_workers=1 or more)"
-            )
-        return batch
-
-
 class TrainingData:
     """The training loaders of a `fit`, and where training stands in them."""
 
@@ -285,6 +263,8 @@ class TrainingData:
         self._first: Draws = {}
         self._start_states: list[Any] = []
         self._log = DrawLog()
+        # The streams of which a resume reads the epoch's batches again.
+        self._noted: NotedStreams | None = None
         self.stream = TrainingStream()
         # What the checkpoint contains, until it is used.
         self._saved: Mapping[str, Any] = {}
@@ -321,6 +301,7 @@ class TrainingData:
             "loaders": _states_of(self._loaders),
             "loaders_at_start": self._start_states,
             "draws": self._log.states,
+            "batches": "" if self._noted is None else self._noted.digests.get(self._trained, ""),
         }
 
     def load_shared(self, state: Mapping[str, Any]) -> None:
@@ -410,6 +391,7 @@ class TrainingData:
 
     def _prepare_to_read_again(self, combined: Any) -> None:
         """Note the draws of loaders whose batches a resume reads again, and watch streams."""
+        self._noted = None
         if not self._reads_again:
             return
         for loader in filter(has_order, self._loaders):
@@ -417,8 +399,12 @@ class TrainingData:
                 noted = NotedSampler(loader.batch_sampler, self._log)
                 # A DataLoader refuses assignments to its parts.
                 object.__setattr__(loader, "batch_sampler", noted)
-        if type(combined) is CombinedLoader and all(map(_is_stream_here, self._loaders)):
-            combined.__class__ = WatchedStreams
+        if type(combined) is CombinedLoader and not any(map(has_order, self._loaders)):
+            is_here = not any(getattr(each, "num_workers", 0) for each in self._loaders)
+            combined.__class__ = WatchedStreams if is_here else NotedStreams
+        self._noted = combined if isinstance(combined, NotedStreams) else None
+        if self._noted is not None:
+            self._noted.begin_epoch()
 
     def _prepare_skip(self) -> None:
         """Set everything that an iterator of the restored epoch reads when it is created."""
@@ -447,6 +433,8 @@ class TrainingData:
                 next(fetcher, None)
             # The loop adds the batches that were trained on.
             fetcher.fetched -= self._trained
+            if self._noted is not None:
+                self._noted.require_same(self._trained, self._saved_rank.get("batches", ""))
         _set_draws(self._loaders, self._saved_rank.get("now", {}))
         self._saved_rank = {}
 
@@ -487,21 +475,6 @@ class TrainingData:
         return [
             SampleShare.of(*each) for each in zip(self._loaders, repeat(ranks), given, strict=False)
         ]
-
-
-def _is_stream_here(loader: Any) -> bool:
-    """Return True for a stream whose samples this process reads."""
-    return not has_order(loader) and not getattr(loader, "num_workers", 0)
-
-
-def _data_name(loader: Any) -> str:
-    return type(getattr(loader, "dataset", loader)).__qualname__
-
-
-def _global_states() -> tuple[Any, ...]:
-    """Return the states of the global generators of the CPU, from which streams draw."""
-    torch_state = torch.get_rng_state().numpy().tobytes()
-    return torch_state, random.getstate(), pickle.dumps(np.random.get_state())
 
 
 def _draws(loaders: list[Any]) -> Draws:

@@ -10,6 +10,7 @@ Names are imported on first use, after a check of the installed version.
 | `manager.py` | the value of `Trainer.Config.checkpoint`, and what it saves |
 | `settings.py` | which keys of its `Config` are refused, and what to do instead |
 | `loader.py` | a data loader in Holdfast's order, for every data-parallel degree |
+| `streamed.py` | torchtitan's loaders over a stream, read by the session's loader |
 """
 
 from __future__ import annotations

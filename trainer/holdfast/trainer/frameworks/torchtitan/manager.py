@@ -30,6 +30,7 @@ from holdfast.trainer.frameworks.torchtitan.settings import (
     excluded,
     given,
 )
+from holdfast.trainer.frameworks.torchtitan.streamed import stream_of
 from holdfast.trainer.loading.checkpoint import load_checkpoint
 from holdfast.trainer.state.objects import RankLimited, copy_states_of
 from holdfast.trainer.streams.convert import why_inexact
@@ -83,8 +84,8 @@ class TrainerState(RankLimited):
         training = self._trainer.config.training
         if self.keeps_place:
             return {
-                FIXED: "the place of its data loader is kept by rank; for a new run, use "
-                "TokenDataLoader, which continues at every data-parallel degree"
+                FIXED: "the place of its data loader is kept by rank; for a new run, use a stream "
+                "or TokenDataLoader, which continue at every data-parallel degree"
             }
         if training.global_batch_size < 0:
             return {
@@ -296,7 +297,9 @@ class CheckpointManager(BaseCheckpointManager):
                 "seed"
             )
         self._state = TrainerState(self._trainer)
+        self._stream = stream_of(dataloader)
         ordered = isinstance(dataloader, TokenDataLoader) or dataloader is None
+        ordered = ordered or self._stream is not None
         self._loader = None if ordered else LoaderState(dataloader)
         self._state.keeps_place = not ordered and LOADER not in self._config.exclude_from_loading
 
@@ -360,6 +363,15 @@ class CheckpointManager(BaseCheckpointManager):
             return True
         is_loaded = bool(stock_manager(config, parts).load())
         if self._trainer.step:
+            if self._stream is not None and LOADER not in config.exclude_from_loading:
+                self._refuse(
+                    SpecError(
+                        f"torchtitan's checkpoint of step {self._trainer.step} has the place of "
+                        "its stream by rank, which a run that continues at every degree cannot "
+                        'use. With exclude_from_loading=["dataloader"], the data begins at its '
+                        "start"
+                    )
+                )
             # A session knows from its start how many steps are complete.
             self._opened.abandon()
             self.session = self._open(begins_at=self._trainer.step)
@@ -395,8 +407,9 @@ class CheckpointManager(BaseCheckpointManager):
                 SpecError(
                     f"the {kind} was saved at data-parallel degree {then} and cannot continue at "
                     f"{now} on {session.world_size} ranks: torchtitan keeps its state by rank. Run "
-                    "with the former parallelism, or use holdfast.trainer.frameworks.torchtitan."
-                    "TokenDataLoader, which continues at every degree"
+                    "with the former parallelism. For a new run at any degree, let the loader of "
+                    "its DatasetConfig return a stream, such as dataset.to_iterable_dataset("
+                    "num_shards=64), or use holdfast.trainer.frameworks.torchtitan.TokenDataLoader"
                 )
             )
 
@@ -411,6 +424,9 @@ class CheckpointManager(BaseCheckpointManager):
         trainer, loader = self._trainer, self._parts["dataloader"]
         if isinstance(loader, TokenDataLoader):
             loader.follow(session, self._state.global_batch, trainer.config.training.steps)
+        elif self._stream is not None:
+            self._stream.open(session, LOADER, trainer.gradient_accumulation_steps)
+            trainer.dataloader = self._stream
         elif self._loader is not None:
             self._loader.create_iterator()
         log_to(session, trainer.metrics_processor)
