@@ -233,31 +233,33 @@ def check_order(loader: object, is_saved: Callable[[object], bool]) -> int:
     )
 
 
-def check_open_loaders() -> None:
-    """Raise `SpecError` if the program reads a stream whose place no checkpoint has.
+def note_on_open_loaders(is_saved: Callable[[object], bool]) -> str:
+    """Return a note if the program reads a stream whose place no checkpoint has, or an empty text.
 
-    A loop over steps does not name its loader. torchdata's loaders keep a state, so they are left
-    out here.
+    A loop over steps does not name its loader, and the program may skip what it has read by itself,
+    so this is no error. `is_saved` says whether a dataset or a loader is part of a checkpoint.
+    torchdata's loaders keep a state, so they are left out here.
     """
-    if not any(_open_streams()):
-        return
+    if not any(_open_streams(is_saved)):
+        return ""
     # The iterator may be one of a program's garbage.
     gc.collect()
-    for name in _open_streams():
-        raise SpecError(
+    for name in _open_streams(is_saved):
+        return (
             f"a DataLoader over the stream {name} was open when the steps began, and no checkpoint "
-            f"has its place, so a resume would begin again with its first samples. {_STREAM}. If "
-            "it is not the training data, begin its iteration inside the loop"
+            "has its place. Unless the program skips what it has read, a resume begins again with "
+            f"the first samples. {_STREAM}"
         )
+    return ""
 
 
-def _open_streams() -> Iterator[str]:
+def _open_streams(is_saved: Callable[[object], bool]) -> Iterator[str]:
     """Yield the datasets of torch's iterators over a stream that exist now."""
     for each in gc.get_objects():
         kind = type(each)
         if issubclass(kind, _BaseDataLoaderIter) and kind.__module__.startswith("torch."):
             dataset = getattr(each, "_dataset", None)
-            if isinstance(dataset, IterableDataset):
+            if isinstance(dataset, IterableDataset) and not is_saved(dataset):
                 yield type(dataset).__name__
 
 

@@ -331,10 +331,10 @@ class Session(StreamMethods):
 
         A step is complete when the loop asks for the next. The loop ends early when all ranks
         have agreed to stop. By then the last checkpoint is committed. Raises `SaveError` if it
-        could not be, and `SpecError` if the only data is an open DataLoader over a stream.
+        could not be.
         """
         loop, total = self._loop, whole(total, "total")
-        self._require_known_data()
+        self._note_unknown_data()
         loop.leave_step()
         if not loop.is_in_epochs:
             loop.promise(steps=total)

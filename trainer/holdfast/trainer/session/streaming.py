@@ -12,7 +12,7 @@ from holdfast.contracts.node.reporting import report
 from holdfast.trainer.arguments import check_seed, truth, whole
 from holdfast.trainer.data.order import local_batch
 from holdfast.trainer.data.position import Position
-from holdfast.trainer.data.sampler import check_open_loaders
+from holdfast.trainer.data.sampler import note_on_open_loaders
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.session.lifetime import Lifetime, while_open
 from holdfast.trainer.state.run_state import ProgramState, Streams
@@ -125,10 +125,10 @@ class StreamMethods:
         self._report(_continued(self._state.streams, name, made))
         return made
 
-    def _require_known_data(self) -> None:
-        """Raise `SpecError` if the data is a stream that the session does not know."""
+    def _note_unknown_data(self) -> None:
+        """Tell the user if the data is a stream that the session does not know."""
         if not (self._has_stream or self._position.has_order or self._position.has_begun):
-            check_open_loaders()
+            self._report(note_on_open_loaders(self._state.saves))
 
     def _require_before_steps(self) -> None:
         if self._position.has_begun:
