@@ -176,6 +176,19 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
     return value.detach()
 
 
+def local_parts(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this rank's own part of each tensor. Plain ones are the tensors themselves."""
+    # Not by a function for nearly all values, because every save runs this loop.
+    return [
+        value
+        if type(value) is torch.Tensor
+        else value._local_tensor
+        if type(value) is DTensor
+        else local_part(value)
+        for value in values
+    ]
+
+
 def plan_layout(
     path: str, entries: Sequence[TensorEntry | NumberEntry], signature: Signature
 ) -> Layout:

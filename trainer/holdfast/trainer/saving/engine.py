@@ -26,7 +26,7 @@ from holdfast.trainer.placed import PlacedName, SavePlace
 from holdfast.trainer.planning.custom import plan_custom
 from holdfast.trainer.planning.layout import Layout, local_part
 from holdfast.trainer.planning.ranks import all_or_none, check_memory, plan_together
-from holdfast.trainer.planning.signature import flatten
+from holdfast.trainer.planning.signature import Joined, flatten
 from holdfast.trainer.process import devices
 from holdfast.trainer.process.collector import pause_collection
 from holdfast.trainer.ranks.collective import Group, HierarchicalGroup, problem_of, tree_over
@@ -90,6 +90,7 @@ class CheckpointEngine:
         self._mesh: dict[str, int] = {}
         self._tensor_bytes = 0
         self._compared: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._joined: Joined = {}
 
     @property
     def tensor_bytes(self) -> int:
@@ -157,7 +158,7 @@ class CheckpointEngine:
             return None
         if self._layout is None:
             return "nothing is planned yet"
-        flat = flatten(state)
+        flat = flatten(state, self._joined)
         found = self._layout.signature.find_changes(flat)
         if found is None and self._stage is not None:
             found = self._stage.problem
@@ -403,7 +404,7 @@ class CheckpointEngine:
         compared, self._compared = self._compared, None
         if compared is not None and compared[0] is state:
             return compared[1]
-        flat = flatten(state)
+        flat = flatten(state, self._joined)
         layout.signature.check(flat)
         return flat
 

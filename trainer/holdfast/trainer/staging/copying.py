@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import operator
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import compress, count
 from queue import SimpleQueue
 from typing import Any, Final
 
@@ -53,6 +55,11 @@ MoveBytes = Callable[[int, int, int], object]
 _Pair = tuple[torch.Tensor, torch.Tensor]
 """(view, source)"""
 
+_Facts = tuple[list[Any], ...]
+"""What the way to copy each source depends on, a list for each fact"""
+
+_PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+
 
 class Copier:
     """Copies repeatedly into the same views, with `threads` threads including the caller.
@@ -70,31 +77,91 @@ class Copier:
         if self._threads > 1:
             self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="holdfast-copy")
         self._beside: _Beside | None = None
-        self._words: tuple[list[int], WordPlaces] | None = None
+        # How to copy each source, by index: a move for a plain one, the device of another. Kept
+        # from copy to copy, with the facts that this depends on.
+        self._moves: dict[int, _Move] = {}
+        self._others: dict[int, torch.device] = {}
+        self._facts: _Facts | None = None
+        self._late: _LatePlan | None = None
 
-    def copy(self, sources: Sequence[torch.Tensor], left_out: Collection[int] = ()) -> None:
-        """Copy each source into its view, except those at the indices `left_out`.
+    def copy(
+        self,
+        sources: Sequence[torch.Tensor],
+        steady: Collection[int] = (),
+        *,
+        is_trial: bool = False,
+    ) -> LateCopy | Trial | None:
+        """Copy each source into its view. All bytes are there on return, unless one is returned.
 
-        All bytes are there on return.
+        With addresses in `steady`, it begins to copy these sources in a thread, see `_find_late`.
+        With `is_trial`, it returns a comparison of them with their views instead.
 
         The copies follow all work queued on the sources' devices, on any stream: a program may
         update a tensor on a stream that its current one does not wait for yet. Raises `OSError` if
         a file cannot be written.
         """
+        self._sort(sources)
+        late = self._find_late(sources, steady) if steady else []
+        if is_trial or not late:
+            self._copy(sources, list(self._moves.values()))
+            return self._try_out(sources, late) if late else None
+        if self._late is None or self._late.indices != late:
+            self._late = _LatePlan.of(self._moves, late)
+        left = self._moves.keys() - set(late)
+        self._copy(sources, [self._moves[index] for index in left])
+        # Last: the thread takes time from all that follows.
+        late_ones = [sources[index] for index in late]
+        return LateCopy(late_ones, self._late, self._thread_beside(), self._help)
+
+    def _sort(self, sources: Sequence[torch.Tensor]) -> None:
+        """Find how to copy the sources that differ from those of the last copy."""
+        if len(sources) != len(self._views):
+            raise ValueError(f"{len(sources)} sources for {len(self._views)} views")
+        facts, former = _facts_of(sources), self._facts
+        changed = set(range(len(sources)))
+        if facts is not None and former is not None:
+            changed = {
+                index
+                for now, then in zip(facts, former, strict=True)
+                # Most lists are equal.
+                if now != then
+                for index in compress(count(), map(operator.ne, now, then))
+            }
+        # Until all are sorted: an error must not leave some out of the next copy.
+        self._facts = None
+        if self._late is not None and not changed.isdisjoint(self._late.indices):
+            self._late = None
+        for index in changed:
+            self._moves.pop(index, None)
+            self._others.pop(index, None)
+            source, view, (address, size) = sources[index], self._views[index], self._places[index]
+            is_move = is_plain(source) and source.nbytes == size and source.dtype is view.dtype
+            if size and is_move:
+                self._moves[index] = address, source.data_ptr(), size
+            elif size:
+                self._others[index] = source.device
+        self._facts = facts
+
+    def _find_late(self, sources: Sequence[torch.Tensor], steady: Collection[int]) -> list[int]:
+        """Return the indices of the sources that a thread may copy, by the addresses in `steady`.
+
+        Only plain and large ones, if they are worth a thread together.
+        """
+        late = [
+            index
+            for index, (_, address, size) in self._moves.items()
+            if size >= LATE_BYTES_MIN and address in steady and not sources[index].is_inference()
+        ]
+        return late if sum(self._places[index][1] for index in late) >= LATE_SUM_MIN else []
+
+    def _copy(self, sources: Sequence[torch.Tensor], moves: Sequence[_Move]) -> None:
+        """Make the moves, and copy the sources that have none."""
         on_devices: dict[torch.device, list[_Pair]] = {}
         others: list[_Pair] = []
-        moves: list[_Move] = []
-        for index, source in enumerate(sources):
-            view, (address, size) = self._views[index], self._places[index]
-            if not size or index in left_out:
-                continue
-            # Not by a function: this is most of the time of a small tensor.
-            if source.device.type in devices.STREAMED:
-                on_devices.setdefault(source.device, []).append((view, source))
-            elif is_plain(source) and source.nbytes == size and source.dtype is view.dtype:
-                moves.append((address, source.data_ptr(), size))
-            else:
-                others.append((view, source))
+        for index, device in self._others.items():
+            is_streamed = devices.is_streamed(device)
+            its = on_devices.setdefault(device, []) if is_streamed else others
+            its.append((self._views[index], sources[index]))
         devices.synchronize(on_devices)
         try:
             with torch.no_grad():
@@ -113,42 +180,10 @@ class Copier:
             for device in on_devices:
                 devices.finish_copies(device)
 
-    def find_late(self, sources: Sequence[torch.Tensor], steady: Collection[int]) -> list[int]:
-        """Return the indices of the sources that `begin` may copy, by the addresses in `steady`."""
-        if len(sources) != len(self._views):
-            raise ValueError(f"{len(sources)} sources for {len(self._views)} views")
-        late = [
-            index
-            for index, (source, (_, size)) in enumerate(zip(sources, self._places, strict=True))
-            if size >= LATE_BYTES_MIN
-            and source.data_ptr() in steady
-            and is_plain(source)
-            and source.nbytes == size
-            and source.dtype is self._views[index].dtype
-            and not source.is_inference()
-        ]
-        return late if sum(self._places[one][1] for one in late) >= LATE_SUM_MIN else []
-
-    def begin(self, sources: Mapping[int, torch.Tensor]) -> LateCopy:
-        """Begin to copy these sources, by index, in a thread. See `find_late`."""
-        moves = [
-            (self._places[index][0], source.data_ptr(), self._places[index][1])
-            for index, source in sources.items()
-        ]
-        return LateCopy(
-            list(sources.values()),
-            moves,
-            self._words_of(list(sources)),
-            self._thread_beside(),
-            deque(cut(moves)),
-            self._help,
-        )
-
-    def try_out(self, sources: Mapping[int, torch.Tensor]) -> Trial:
-        """Return a comparison of these sources, by index, with the views that `copy` filled."""
+    def _try_out(self, sources: Sequence[torch.Tensor], late: Sequence[int]) -> Trial:
         # So that the first copy that continues finds its thread.
         self._thread_beside()
-        return Trial([(self._views[index], source) for index, source in sources.items()])
+        return Trial([(self._views[index], sources[index].detach()) for index in late])
 
     def close(self) -> None:
         """Release threads and views."""
@@ -163,13 +198,7 @@ class Copier:
             self._beside = _Beside(self._move_bytes)
         return self._beside
 
-    def _words_of(self, indices: list[int]) -> WordPlaces:
-        """Return where the words of these tensors lie, cached: nearly all saves have the same."""
-        if self._words is None or self._words[0] != indices:
-            self._words = indices, WordPlaces([self._places[index][1] for index in indices])
-        return self._words[1]
-
-    def _move(self, moves: list[_Move]) -> None:
+    def _move(self, moves: Sequence[_Move]) -> None:
         if self._pool is None:
             _move_all(moves, MOVE_BYTES, self._move_bytes)
             return
@@ -244,6 +273,27 @@ class _Beside:
                 work.done.set()
 
 
+@dataclass(frozen=True)
+class _LatePlan:
+    """What a late copy of the sources at `indices` moves, and the words that it compares."""
+
+    indices: list[int]
+    pieces: list[list[_Move]]
+    source_words: SampledWords
+    image_words: SampledWords
+
+    @classmethod
+    def of(cls, moves: Mapping[int, _Move], indices: list[int]) -> _LatePlan:
+        """Plan for those of the `moves` that the thread makes."""
+        late = [moves[index] for index in indices]
+        return cls(
+            indices,
+            cut(late),
+            SampledWords([(source, size) for _, source, size in late]),
+            SampledWords([(to, size) for to, _, size in late]),
+        )
+
+
 class LateCopy:
     """A copy that a thread makes while training continues.
 
@@ -256,21 +306,25 @@ class LateCopy:
     def __init__(
         self,
         sources: Sequence[torch.Tensor],
-        moves: Sequence[_Move],
-        words: WordPlaces,
+        plan: _LatePlan,
         beside: _Beside,
-        pieces: deque[list[_Move]],
         help_with: Callable[[deque[list[_Move]]], None],
     ) -> None:
-        """`moves` has one move for each source. The thread `beside` takes the pieces."""
-        # The sources stay alive: the program may drop a tensor while its bytes are read.
-        self._sources, self._words = sources, words
+        """`sources` are those of the plan. The thread `beside` takes the pieces."""
+        self._sources, self._plan, self._help_with = sources, plan, help_with
+        # The memory stays alive: the program may drop a tensor, or give it other memory, while its
+        # bytes are read.
+        self._held = [source.untyped_storage() for source in sources]
         self._versions = [source._version for source in sources]
-        self._image = [to for to, _, _ in moves]
-        self._first = words.read([source for _, source, _ in moves])
-        self._pieces, self._help_with = pieces, help_with
+        self._first = plan.source_words.read()
+        self._pieces = deque(plan.pieces)
         # Last, when the words that the tensors have now are known.
-        self._copied = beside.begin(pieces)
+        self._copied = beside.begin(self._pieces)
+
+    @property
+    def indices(self) -> list[int]:
+        """The indices of the sources that are copied late."""
+        return self._plan.indices
 
     @property
     def is_done(self) -> bool:
@@ -291,7 +345,7 @@ class LateCopy:
             raise self._copied.problem
         versions = [source._version for source in self._sources]
         return versions == self._versions and np.array_equal(
-            self._words.read(self._image), self._first
+            self._plan.image_words.read(), self._first
         )
 
     def cancel(self) -> None:
@@ -317,31 +371,33 @@ class Trial:
         )
 
 
-class WordPlaces:
-    """Where words of tensors lie: the first, and one at least in every `SAMPLE_BYTES`.
+class SampledWords:
+    """SampledWords of tensors of plain bytes: the first, and one at least in every `SAMPLE_BYTES`.
 
     The last word is within the last bytes, which a copy reads last.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        """`sizes` are the bytes of the tensors, each more than one word."""
-        parts = [-(-size // SAMPLE_BYTES) for size in sizes]
-        strides = [(size - WORD_BYTES) // count for size, count in zip(sizes, parts, strict=True)]
-        self._counts = np.array(parts) + 1
-        self._offsets = np.concatenate(
-            [np.arange(count + 1) * stride for count, stride in zip(parts, strides, strict=True)]
+    def __init__(self, places: Sequence[tuple[int, int]]) -> None:
+        """`places` are the addresses and bytes of the tensors, each more than one word."""
+        addresses, sizes = np.array(places, dtype=np.int64).T
+        parts = -(-sizes // SAMPLE_BYTES)
+        counts, strides = parts + 1, (sizes - WORD_BYTES) // parts
+        # The number of each word within its tensor.
+        numbers = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        words = np.repeat(addresses, counts) + numbers * np.repeat(strides, counts)
+        first = int(words.min())
+        self._memory: np.ndarray[Any, Any] = np.asarray(
+            _Memory(first, int(words.max()) - first + 1)
         )
+        self._words = words - first
 
-    def read(self, addresses: Sequence[int]) -> np.ndarray[Any, Any]:
-        """Return the words of tensors of plain bytes at these addresses.
+    def read(self) -> np.ndarray[Any, Any]:
+        """Return the words as they are now.
 
         NumPy gathers them in one call: an array for each tensor took a millisecond and a half.
         """
-        places = np.repeat(np.array(addresses, dtype=np.int64), self._counts) + self._offsets
-        first = int(places.min())
-        memory: np.ndarray[Any, Any] = np.asarray(_Memory(first, int(places.max()) - first + 1))
-        words: np.ndarray[Any, Any] = memory[places - first]
-        return words
+        found: np.ndarray[Any, Any] = self._memory[self._words]
+        return found
 
 
 class _Memory:
@@ -358,6 +414,27 @@ class _Memory:
             "typestr": "<u8",
             "data": (first, True),
         }
+
+
+def _facts_of(sources: Sequence[torch.Tensor]) -> _Facts | None:
+    """Return the facts of plain tensors, or None if any source has another type or layout.
+
+    The program may change each of them between two copies. Lists that are made and compared in C
+    take a quarter of the time of a loop.
+    """
+    if not _PLAIN_TYPES.issuperset(map(type, sources)):
+        return None
+    if any(source.layout is not torch.strided for source in sources):
+        return None
+    return (
+        [source.data_ptr() for source in sources],
+        [source.nbytes for source in sources],
+        [source.dtype for source in sources],
+        [source.device for source in sources],
+        [source.is_contiguous() for source in sources],
+        [source.is_conj() for source in sources],
+        [source.is_neg() for source in sources],
+    )
 
 
 def is_plain(source: torch.Tensor) -> bool:
@@ -386,9 +463,6 @@ def cut(moves: Sequence[_Move]) -> list[list[_Move]]:
             pieces[-1].append((to + done, source + done, part))
             done, room = done + part, room - part
     return pieces
-
-
-_PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def write_pairs(pairs: Sequence[_Pair], move: MoveBytes) -> None:

@@ -9,12 +9,14 @@ writes `.metadata`, which only a commit needs. The first save waits for it.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import select
 import socket
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from itertools import compress, count
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +30,7 @@ from holdfast.trainer.planning.layout import (
     Layout,
     encode_number,
     files_of,
-    local_part,
+    local_parts,
 )
 from holdfast.trainer.process import devices
 from holdfast.trainer.ranks.identity import Identity
@@ -281,6 +283,8 @@ class StagedSlot:
             torch.get_num_threads(),
             self.slot.move,
         )
+        self._tensor_keys = [place.key for place in layout.tensors]
+        self._number_keys = [place.key for place in layout.numbers]
         self._numbers: list[Any] = [_UNWRITTEN] * len(layout.numbers)
         self._pinned = 0
         self._lock = threading.Lock()
@@ -301,21 +305,16 @@ class StagedSlot:
         `is_trial`, a comparison of these tensors is returned in its place. Raises `SaveError` if a
         number or the train state no longer fits its place, or if a disk fails.
         """
-        with self._lock, torch.no_grad():
-            sources = [local_part(flat[place.key]) for place in self._layout.tensors]
-            late = self._copier.find_late(sources, steady) if steady else []
-            try:
-                self._copier.copy(sources, () if is_trial else frozenset(late))
-            except OSError as error:
-                raise SaveError(f"the state cannot be staged: {error.strerror}") from error
         self._fill_numbers(flat)
         if train_state is not None and self._layout.train_state_at is not None:
             at = self._layout.train_state_at
             self.slot.data[at : at + len(train_state)] = train_state
-        if not late:
-            return None
-        act = self._copier.try_out if is_trial else self._copier.begin
-        return act({index: sources[index] for index in late})
+        with self._lock, torch.no_grad():
+            sources = local_parts([flat[key] for key in self._tensor_keys])
+            try:
+                return self._copier.copy(sources, steady, is_trial=is_trial)
+            except OSError as error:
+                raise SaveError(f"the state cannot be staged: {error.strerror}") from error
 
     def append_storage_meta(self, content: bytes) -> None:
         """Write `content` over the last byte of a complete `.metadata` and after it."""
@@ -344,18 +343,16 @@ class StagedSlot:
     def _fill_numbers(self, flat: Mapping[str, Any]) -> None:
         """Write the numbers that changed since this slot was last filled."""
         encoded: dict[tuple[str, int], bytes] = {}
-        written = self._numbers
-        for i, place in enumerate(self._layout.numbers):
-            value = flat[place.key]
-            # Skip the same object as last time, except a list, which may have changed in place.
-            if value is written[i] and type(value) is not list:
-                continue
+        values, written = [flat[key] for key in self._number_keys], self._numbers
+        changed = compress(count(), map(operator.is_not, values, written))
+        for place, value, i in ((self._layout.numbers[i], values[i], i) for i in changed):
             text = repr(value)
             content = encoded.get((text, place.bytes))
             if content is None:
                 content = encoded[text, place.bytes] = encode_number(value, place.bytes, place.key)
             self.slot.data[place.at : place.at + place.bytes] = content
-            written[i] = value
+            # A list may change in place.
+            written[i] = _UNWRITTEN if type(value) is list else value
 
 
 class Stage:

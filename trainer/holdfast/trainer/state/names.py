@@ -8,7 +8,7 @@ again and caches nothing, so it sees replaced parameters and new submodules.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -125,17 +125,15 @@ class Views:
 
         Views of `buffers` are marked: the ranks' copies may differ, and one rank's copy is saved.
         """
-        return {
-            name: self._view(name, tensor, is_buffer=name in buffers)
-            for name, tensor in tensors.items()
-        }
-
-    def _view(self, name: str, tensor: torch.Tensor, *, is_buffer: bool) -> torch.Tensor:
-        if isinstance(tensor, DTensor):
-            return self._sharded(name, tensor, is_buffer=is_buffer)
-        # A view lacks these attributes, so the plan would not see them.
-        refuse_marked_shard(name, tensor)
-        return as_buffer(tensor) if is_buffer else tensor.detach()
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                found[name] = self._sharded(name, tensor, is_buffer=name in buffers)
+                continue
+            # A view lacks these attributes, so the plan would not see them.
+            refuse_marked_shard(name, tensor)
+            found[name] = as_buffer(tensor) if name in buffers else tensor.detach()
+        return found
 
     def _sharded(self, name: str, tensor: DTensor, *, is_buffer: bool) -> DTensor:
         kept = self._kept.get(name)
@@ -181,30 +179,31 @@ def _walk(module: nn.Module, prefix: str, found: Named) -> None:
 
 def _is_plain(module: nn.Module) -> bool:
     """Return False if the module or a hook changes what is saved or loaded."""
-    hooks = (
+    for hooks in (
         module._state_dict_hooks,
         module._load_state_dict_pre_hooks,
         module._load_state_dict_post_hooks,
-    )
-    if any(hooks) and not all(is_known(hook) for hook in _hooks_of(hooks)):
-        return False
+    ):
+        for hook in hooks.values():
+            if not is_known(hook):
+                return False
     own = module.__dict__
     # A method that was set on the instance hides that of the class.
     return _is_standard(type(module)) and "state_dict" not in own and "load_state_dict" not in own
-
-
-def _hooks_of(registries: Sequence[Mapping[int, Any]]) -> Iterator[Any]:
-    for registry in registries:
-        yield from registry.values()
 
 
 def is_known(hook: Any) -> bool:
     """Return True for a hook that changes neither names nor values that the walk finds."""
     # torch wraps a load hook in an object that holds the function as `hook`.
     function = getattr(hook, "hook", hook)
-    return str(getattr(function, "__module__", "")).startswith(_KNOWN_HOOKS)
+    origin = str(getattr(function, "__module__", ""))
+    known = _known.get(origin)
+    if known is None:
+        known = _known[origin] = origin.startswith(_KNOWN_HOOKS)
+    return known
 
 
+_known: dict[str, bool] = {}
 _standard: dict[type, bool] = {}
 _hidden: dict[type, str | None] = {}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any, Final
 
 import torch
@@ -95,6 +95,7 @@ def known_keys(
 _NOT_OPTIONS: Final = frozenset({"params", "param_names"})
 NAMES_SHOWN: Final = 5
 _OF_TORCH: Final = "torch.optim."
+_UNSHARDED: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 Names = Mapping[int, str]
 """Canonical names by the ids of parameters."""
@@ -174,6 +175,8 @@ class OptimizerState:
         self._optimizer, self._number = optimizer, number
         # The keys of each group's options, and the owners and options they were made from.
         self._keys: dict[int, tuple[list[str], list[str], list[str]]] = {}
+        # Those of each group's state, and the owners and names they were made from.
+        self._state_keys: dict[int, tuple[list[str], list[list[Any]], list[str]]] = {}
         # The groups when the Session was made, with tensors without memory as parameters.
         self._fresh: list[dict[str, Any]] = []
         self._fresh_names: dict[int, str] = {}
@@ -226,7 +229,9 @@ class OptimizerState:
             self._keys.clear()
         for number, group in enumerate(groups):
             owners = [names[id(p)] for p in group["params"]]
-            for parameter, name in zip(group["params"], owners, strict=True):
+            parameters = group["params"]
+            is_done = forms is None and self._gather_usual(found, number, owners, parameters, state)
+            for parameter, name in zip(parameters, owners, strict=True) if not is_done else ():
                 # Missing state is never created, not even by a step with a gradient of zero, see
                 # decision 21.
                 if values := state.get(parameter):
@@ -242,6 +247,44 @@ class OptimizerState:
                 self._note_options(owners, flat, noted, forms)
         self._gather_others(found, state, forms)
         return found
+
+    def _gather_usual(
+        self,
+        found: dict[str, Any],
+        number: int,
+        owners: list[str],
+        parameters: Sequence[torch.Tensor],
+        state: Mapping[Any, Any],
+    ) -> bool:
+        """Add the state of a group if it is as usual. Return False if it is not, or is invalid.
+
+        It does the same as `_gather_one` for each parameter, in a few calls for all of them.
+        """
+        states = [state.get(parameter) or {} for parameter in parameters]
+        values = list(chain.from_iterable(its.values() for its in states))
+        if not SIMPLE.issuperset(map(type, values)):
+            return False
+        # A tensor beside a sharded parameter may be a part of its own, unless it is a scalar.
+        if any(isinstance(parameter, DTensor) for parameter in parameters) and any(
+            value.dim() for value in values if type(value) in _UNSHARDED
+        ):
+            return False
+        names, kept = list(map(list, states)), self._state_keys.get(number)
+        if kept is None or kept[0] != owners or kept[1] != names:
+            keys = [
+                f"{STATE}.{owner}.{name}"
+                for owner, its in zip(owners, names, strict=True)
+                for name in its
+            ]
+            if not all(type(name) is str for its in names for name in its):
+                return False
+            if len(set(keys)) < len(keys):
+                return False
+            kept = self._state_keys[number] = owners, names, keys
+        if not found.keys().isdisjoint(kept[2]):
+            return False
+        found.update(zip(kept[2], values, strict=True))
+        return True
 
     def wanted(
         self,
@@ -466,17 +509,10 @@ def _gather_one(
     forms: Forms | None,
 ) -> None:
     """Add the state of one parameter to `found`, and its forms to `forms`."""
-    is_sharded = isinstance(parameter, DTensor)
     for name, value in values.items():
         key = f"{prefix}.{name}"
         if key in found:
             raise_twice(key)
-        # A fast path: nearly all values are of these types, and every save runs this loop.
-        kind = type(value)
-        is_ready = kind is DTensor or (kind in SIMPLE and not is_sharded)
-        if forms is None and is_ready and type(name) is str:
-            found[key] = value
-            continue
         if type(name) is not str:
             raise CheckpointError(
                 f"{prefix}: the optimizer has a state value under {name!r}; expected text"

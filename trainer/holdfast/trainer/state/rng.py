@@ -107,8 +107,8 @@ _read_numpy: Final = _Reader(_numpy_state_now, _numpy_memory)
 def as_tensors(noted: NotedGenerators) -> dict[str, torch.Tensor]:
     """Return noted states in the form of `capture`, without those of devices."""
     return {
-        PYTHON: _python_state(noted.python),
-        NUMPY: _numpy_state(noted.numpy),
+        PYTHON: _python_tensor(noted.python),
+        NUMPY: _numpy_tensor(noted.numpy),
         TORCH: noted.torch,
     }
 
@@ -231,3 +231,21 @@ def _numpy_state(state: dict[str, Any]) -> torch.Tensor:
     bits = struct.unpack("<q", struct.pack("<d", state["gauss"]))[0]
     words = [*state["state"]["key"].tolist(), state["state"]["pos"], state["has_gauss"], bits]
     return torch.tensor(words, dtype=torch.int64, device=devices.CPU)
+
+
+class _LastTensor(Generic[State]):
+    """Converts a state, and keeps the tensor: most programs never draw from these generators."""
+
+    def __init__(self, convert: Callable[[State], torch.Tensor]) -> None:
+        self._convert = convert
+        self._last: tuple[State, torch.Tensor] | None = None
+
+    def __call__(self, state: State) -> torch.Tensor:
+        # `_Reader` returns the same object while the generator has not changed.
+        if self._last is None or self._last[0] is not state:
+            self._last = state, self._convert(state)
+        return self._last[1]
+
+
+_python_tensor: Final = _LastTensor(_python_state)
+_numpy_tensor: Final = _LastTensor(_numpy_state)

@@ -94,6 +94,8 @@ MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
 RNG: Final = "rng"
 
+_WITH_MEMORY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+
 T = TypeVar("T")
 
 
@@ -381,15 +383,16 @@ class TrainState:
         """
         if self._is_fsdp1 or not self._is_heard:
             return set()
-        found: set[int] = set()
+        found: list[Any] = []
         for optimizer in filter(is_plain, self._optimizers):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.requires_grad:
-                        values = optimizer.state.get(parameter, {}).values()
-                        found.update(address_of(one) for one in (parameter, *values))
-        found.discard(0)
-        return found
+                        found.append(parameter)
+                        found += optimizer.state.get(parameter, {}).values()
+        parts = [one._local_tensor if isinstance(one, DTensor) else one for one in found]
+        addresses = {part.data_ptr() for part in parts if type(part) in _WITH_MEMORY}
+        return addresses - {0}
 
     def put_back(
         self, state: State, exclude: Collection[str] = (), *, strict: bool = True
@@ -458,14 +461,15 @@ class TrainState:
     def _optimizer_tensors(self, named: Named, forms: Forms | None = None) -> State:
         if self._is_fsdp1:
             return fsdp1.gather(self._models[0], self._optimizers)
-        found: State = {}
         try:
-            for each in self._flattened:
-                found |= each.gather(named.parameters, forms)
+            parts = [each.gather(named.parameters, forms) for each in self._flattened]
         except KeyError:
             # A parameter was replaced without the optimizer's knowledge. Report which one.
             self._check(named)
             raise
+        found, *others = parts
+        for other in others:
+            found |= other
         return found
 
     def _own_forms(self) -> Forms:
@@ -552,13 +556,6 @@ class TrainState:
         names = find_all(self._models).parameters
         for each in self._flattened:
             each.put_back(loaded, self._saved, names)
-
-
-def address_of(value: Any) -> int:
-    """Return the address of a tensor's memory, of a DTensor's that of its own part; else 0."""
-    if isinstance(value, DTensor):
-        value = value._local_tensor
-    return value.data_ptr() if type(value) in {torch.Tensor, torch.nn.Parameter} else 0
 
 
 def listed(given: T | Sequence[T] | None) -> tuple[T, ...]:
