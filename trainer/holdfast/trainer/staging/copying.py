@@ -372,7 +372,7 @@ class Trial:
 
 
 class SampledWords:
-    """SampledWords of tensors of plain bytes: the first, and one at least in every `SAMPLE_BYTES`.
+    """Words of tensors of plain bytes: the first, and one at least in every `SAMPLE_BYTES`.
 
     The last word is within the last bytes, which a copy reads last.
     """
