@@ -26,6 +26,7 @@ LAST: Final = f"{LIVE}:step-00008500.a0002.l01"
 # File name: path, and a text that appears once the view has loaded.
 VIEWS: Final = {
     "runs": ("/", "vit-l-ablation"),
+    "queue": ("/queue", "llama-3b-instruct"),
     "run": (f"/runs/{LIVE}", "Where the time went"),
     "checkpoints": (f"/runs/{LIVE}/checkpoints", "keep.last"),
     "lineage": (f"/runs/{LIVE}/lineage", "A dashed card"),

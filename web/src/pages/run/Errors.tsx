@@ -172,15 +172,18 @@ function Difference({ of }: { of: LaunchDifference }) {
   );
 }
 
-/** The choice among the attempts with errors. */
+/** Which attempt is shown, and the choice among those with errors. */
 function Attempts({ errors, choose }: { errors: RunErrors; choose: (attempt: number) => void }) {
-  if (errors.attempts.length < 2) return null;
+  const { attempt, attempts } = errors;
+  if (attempt === null) return null;
+  const isListed = attempts.some((one) => one.number === attempt);
   return (
     <div className="toolbar">
       <label>
         Attempt{" "}
-        <select value={errors.attempt ?? ""} onChange={(event) => choose(+event.target.value)}>
-          {errors.attempts.toReversed().map((one) => (
+        <select value={attempt} onChange={(event) => choose(+event.target.value)}>
+          {isListed ? null : <option value={attempt}>{attempt}: nothing crashed or hung</option>}
+          {attempts.toReversed().map((one) => (
             <option key={one.number} value={one.number}>
               {one.number}: {plain(one.state)}
               {one.launches.length > 0 ? `, launches that failed: ${one.launches.join(", ")}` : ""}
@@ -188,6 +191,8 @@ function Attempts({ errors, choose }: { errors: RunErrors; choose: (attempt: num
           ))}
         </select>
       </label>
+      {attempts.at(-1)?.number === attempt
+        ? <span className="muted">the newest attempt with errors</span> : null}
     </div>
   );
 }
@@ -199,14 +204,19 @@ export function Errors() {
   const query = useErrors(name, attempt);
   return (
     <Loaded query={query}>
-      {(errors) => errors.entries.length === 0 && errors.stacks.length === 0 ? (
-        <Empty title={errors.attempt === null ? "No errors" : "This attempt has no errors"}>
+      {(errors) => errors.attempt === null ? (
+        <Empty title="No errors">
           <p>No launch of this run has crashed or hung, and no attempt has failed.</p>
         </Empty>
       ) : (
         <>
           <Attempts errors={errors}
             choose={(chosen) => void navigate({ search: { attempt: String(chosen) } })} />
+          {errors.entries.length === 0 && errors.stacks.length === 0 ? (
+            <Empty title="No errors">
+              <p>Nothing is recorded of attempt {errors.attempt} that failed.</p>
+            </Empty>
+          ) : null}
           {errors.first ? <First run={errors.run} entry={errors.first} /> : null}
           {errors.entries.length > 0 ? <Order errors={errors} /> : null}
           {errors.stacks.length > 0 ? <Stacks dumps={errors.stacks} /> : null}
