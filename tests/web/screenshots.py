@@ -17,7 +17,15 @@ from typing import Final
 from PIL import Image
 from playwright.sync_api import Browser
 from tests.web import testbed
-from tests.web.sample_runs import LIVE, NEWEST, beat, supervised, write_sample_runs
+from tests.web.sample_runs import (
+    LIVE,
+    MINUTE,
+    NEWEST,
+    beat,
+    supervised,
+    write_held_run,
+    write_sample_runs,
+)
 
 from holdfast.contracts.disk.paths import RunPaths
 
@@ -62,6 +70,7 @@ def main(target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         write_sample_runs(Path(folder) / "runs", time.time())
+        write_held_run(Path(folder) / "runs", time.time() - 12 * MINUTE)
         with (
             supervised(Path(folder) / "runs"),
             testbed.serving(Path(folder)) as site,

@@ -61,10 +61,15 @@ def many_runs(site: Site) -> Site:
     return site
 
 
-def value_of(page: Page, name: str) -> str:
+def fact_of(page: Page, name: str) -> Locator:
     """The value beside a name in the list of facts."""
     fact = page.locator(".facts > div").filter(has=page.get_by_text(name, exact=True))
-    return fact.locator("dd").inner_text()
+    return fact.locator("dd")
+
+
+def value_of(page: Page, name: str) -> str:
+    """The text of a fact."""
+    return fact_of(page, name).inner_text()
 
 
 def border_colour(notice: Locator) -> str:
@@ -118,6 +123,40 @@ def test_live_runs_are_listed_before_newer_ended_runs(site: Site, browser: Brows
         expect(page.get_by_text("just-ended")).to_be_visible()
         shown = names.all_inner_texts()
         assert shown.index(LIVE) < shown.index("just-ended")
+
+
+@pytest.mark.more
+def test_tables_show_all_their_columns_in_a_window_of_medium_width(
+    site: Site, browser: Browser
+) -> None:
+    with testbed.page_of(browser, site, width=1024) as (page, _):
+        for path, name in (("/", "Last checkpoint"), (f"/runs/{LIVE}/checkpoints", "Committed")):
+            page.goto(path)
+            last = page.get_by_role("columnheader", name=name)
+            expect(last).to_be_visible()
+            hidden = "(one) => { const area = one.closest('.table-wrap');"
+            assert last.evaluate(f"{hidden} return area.scrollWidth - area.clientWidth; }}") <= 0
+
+
+@pytest.mark.more
+def test_times_and_numbers_have_the_format_of_the_reader(site: Site, browser: Browser) -> None:
+    context = browser.new_context(
+        base_url=site.url, locale="de-DE", timezone_id="Europe/Berlin", viewport=None
+    )
+    try:
+        context.request.get(f"/?token={site.token}")
+        page = context.new_page()
+        page.goto(f"/runs/{LIVE}/events")
+        expect(
+            page.get_by_text(re.compile(r"^\d\d\.\d\d\.\d{4}, \d\d:\d\d:\d\d$")).first
+        ).to_be_visible()
+        exact = page.get_by_role("time").first.get_attribute("title")
+        assert exact
+        assert re.fullmatch(r"\d\d\.\d\d\.\d{4}, \d\d:\d\d:\d\d (MEZ|MESZ|GMT.*)", exact)
+        page.goto(f"/runs/{LIVE}")
+        expect(fact_of(page, "Committed step")).to_have_text("16.000")
+    finally:
+        context.close()
 
 
 @pytest.mark.more

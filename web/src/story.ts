@@ -44,7 +44,8 @@ export function reasonOf(attempt: Attempt, requests: OperatorRequest[] | undefin
 /** Why an attempt was started at its size, in the supervisor's words; "" for the first one. */
 export function startOf({ reason }: Attempt): string {
   if (!reason || reason === "first") return "";
-  return reason.startsWith("after ") ? `started ${reason}` : `started by ${reason}`;
+  if (!reason.startsWith("after ")) return `started by ${reason}`;
+  return `started ${reason.replace(/^after \w+/, (words) => plain(words))}`;
 }
 
 /** Who failed first in a launch: its rank, host, signal or exit status; "" if unknown. */

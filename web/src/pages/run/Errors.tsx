@@ -2,7 +2,7 @@
 import { Link, useNavigate, useParams, useSearch } from "@tanstack/react-router";
 import { useErrors } from "../../api/queries";
 import type { ErrorEntry, LaunchDifference, LaunchName, Run, RunErrors } from "../../api/types";
-import { count, exact, span, when } from "../../format";
+import { count, exact, span, tenths, when } from "../../format";
 import { Empty, Facts, Loaded, State, Time } from "../../parts/basics";
 import { plain } from "../../states";
 import { Stacks } from "./Stacks";
@@ -10,16 +10,13 @@ import { Stacks } from "./Stacks";
 const launchName = ({ attempt, number }: LaunchName): string =>
   `attempt ${attempt}${number === null ? "" : `, launch ${number}`}`;
 
-const CLOCK = new Intl.DateTimeFormat(undefined,
-  { hour: "2-digit", minute: "2-digit", second: "2-digit", fractionalSecondDigits: 1 });
-
 /** The time of day with its tenths, because errors follow each other within a second. */
 function Moment({ at, until }: { at: string | null; until: string | null }) {
   const [then, last] = [when(at), when(until)];
   if (then === null) return <>time unknown</>;
   return (
     <>
-      <time dateTime={at ?? undefined} title={exact(then)}>{CLOCK.format(then)}</time>
+      <time dateTime={at ?? undefined} title={exact(then)}>{tenths(then)}</time>
       {last === null ? "" : `, for ${span((last - then) / 1000)}`}
     </>
   );
