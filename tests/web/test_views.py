@@ -345,6 +345,27 @@ def test_lineage_cards_open_by_key_and_show_that_the_parent_was_verified(
 
 
 @pytest.mark.more
+def test_arrow_keys_reach_cards_that_are_outside_of_the_window(
+    site: Site, browser: Browser
+) -> None:
+    with testbed.page_of(browser, site, width=PHONE) as (page, console_errors):
+        page.goto(f"/runs/{LIVE}/lineage")
+        newest = page.locator(f'.react-flow__node[data-id="{LIVE}:step-00016000.a0003.l01"]')
+        run = page.locator(".react-flow__node").filter(has=page.locator(".kind-run"))
+        expect(newest).to_be_visible()
+        expect(run).to_have_count(0)
+        newest.focus()
+        for _ in range(40):
+            page.keyboard.press("ArrowUp")
+            page.wait_for_timeout(50)
+        focused = page.locator(".react-flow__node:focus-visible .graph-node")
+        expect(focused).to_have_class(re.compile("kind-run"))
+        expect(focused).to_be_in_viewport()
+        assert "solid" in focused.evaluate("(one) => getComputedStyle(one).outline")
+        assert not console_errors
+
+
+@pytest.mark.more
 def test_timeline_opened_before_the_first_attempt_fits_the_screen(
     site: Site, browser: Browser
 ) -> None:

@@ -7,6 +7,7 @@ import {
 } from "./format";
 import { committedStep, stepOf, timeLeft } from "./progress";
 import { attempt } from "./samples";
+import { cardTowards } from "./keyboard";
 import { reachedStages, stageOf } from "./durability";
 import { STEP_INCREMENTS } from "./scales";
 import { segmentsOf, ticks } from "./timeline";
@@ -122,6 +123,18 @@ describe("stages", () => {
     // Without a mirror, there is no such stage.
     expect(stages(false)).toEqual(own);
   });
+});
+
+describe("the arrow keys in a graph", () => {
+  const places = new Map([["a", { x: 0, y: 0 }], ["b", { x: 200, y: 10 }], ["c", { x: 200, y: 90 }],
+    ["d", { x: 0, y: 100 }]]);
+
+  it.each([
+    ["a", "ArrowRight", "b"], ["a", "ArrowDown", "d"], ["b", "ArrowDown", "c"],
+    ["c", "ArrowLeft", "d"], ["d", "ArrowUp", "a"], ["a", "ArrowLeft", undefined],
+    ["a", "Enter", undefined], ["unknown", "ArrowUp", undefined],
+  ])("lead from %s by %s to %s", (from, key, to) =>
+    expect(cardTowards(places, from, key)).toBe(to));
 });
 
 describe("events", () => {
