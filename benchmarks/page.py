@@ -121,7 +121,7 @@ def first_view(browser: Browser, site: testbed.Site) -> float:
 
     By the clock of the page, because the driver of the browser looks only now and then.
     """
-    found = []
+    found: list[float] = []
     for _ in range(ROUNDS):
         with testbed.page_of(browser, site) as (page, _console_errors):
             page.add_init_script(NOTE_FIRST_ROW)
