@@ -360,6 +360,25 @@ def test_live_run_shows_pending_requests_and_its_supervisor(
         assert get(api, "/runs/gpt-b")["supervision"]["is_alive"] is True
 
 
+def test_a_supervisor_that_began_and_is_gone_is_not_about_to_start(
+    api: httpx.Client, served: Served
+) -> None:
+    young = RunFolder(served.root, "young", "6" * 32, created_at=time.time())
+    try:
+        young.submit(1, 2, time.time())
+        wait_for(lambda: api.get("/api/v1/runs/young").status_code == 200)
+        assert get(api, "/runs/young")["supervision"]["is_alive"] is None
+        young.tell("flow", EventKind.SUPERVISED, host=socket.gethostname(), pid=7, flow_run="")
+        wait_for(lambda: get(api, "/runs/young")["supervision"]["is_alive"] is False, 10)
+
+        def listed() -> set[tuple[str, str]]:
+            return {(one["run"], one["kind"]) for one in get(api, "/attention")}
+
+        wait_for(lambda: ("young", "unsupervised") in listed(), 10)
+    finally:
+        shutil.rmtree(young.paths.directory)
+
+
 def test_a_run_names_the_sizes_that_its_newest_checkpoint_fits(
     api: httpx.Client, served: Served
 ) -> None:

@@ -74,8 +74,10 @@ class RunFolder:
         with JournalWriter(self.paths.journal_of(writer)) as journal:
             journal.append(kind, durable=False, **data)
 
-    def submit(self, number: int, world_size: int, at: float) -> AttemptPaths:
-        """Submit an attempt at `at`."""
+    def submit(
+        self, number: int, world_size: int, at: float, reason: str = "after a preemption"
+    ) -> AttemptPaths:
+        """Submit an attempt at `at`. The `reason` is why it follows the last one."""
         attempt = self.paths.attempt(number)
         make_directory(attempt.directory)
         request = Request(
@@ -97,7 +99,7 @@ class RunFolder:
             command_digest=DIGEST,
             scheduler={},
             created_at=at,
-            reason="first" if number == 1 else "after a preemption",
+            reason="first" if number == 1 else reason,
         )
         write_document(attempt.request, request)
         self.tell("flow", EventKind.ATTEMPT_RESERVED, attempt=number, gpus=world_size, nodes=1)
@@ -211,6 +213,7 @@ class RunFolder:
         *,
         world_size: int = 2,
         host: str = "node-a",
+        evidence: str | None = None,
         **fields: Any,
     ) -> None:
         """The agent writes the outcome, and the flow records the end of the attempt."""
@@ -226,7 +229,7 @@ class RunFolder:
             **{"started_at": at - 100, **fields},
         )
         write_document(self.paths.attempt(number).outcome, outcome)
-        self.record_attempt_end(number, state, cause, last_step, at)
+        self.record_attempt_end(number, state, cause, last_step, at, evidence)
 
     def record_attempt_end(
         self,
@@ -235,6 +238,7 @@ class RunFolder:
         cause: Cause | None,
         last_step: int | None,
         at: float,
+        evidence: str | None = None,
     ) -> None:
         """The journal line that ends an attempt; the only record if its node is lost."""
         self.tell(
@@ -243,7 +247,7 @@ class RunFolder:
             attempt=number,
             state=state.value,
             cause=cause.value if cause else None,
-            evidence=[f"seen: {cause}"],
+            evidence=[evidence or f"seen: {cause}"],
             last_step=last_step,
             ended_at=at,
         )

@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 from tests.support.cli_calls import Call
-from tests.support.crashed_runs import SECRET, crashed_run
+from tests.support.crashed_runs import SECRET, crashed_run, write_crash
 from tests.support.runs import T0, RunFolder
+
+from holdfast.contracts.states import AttemptState, Cause
 
 
 def test_the_first_cause_comes_first_and_equal_errors_are_one(call: Call, root: Path) -> None:
@@ -25,6 +27,30 @@ def test_the_first_cause_comes_first_and_equal_errors_are_one(call: Call, root: 
     text = " ".join(shown.out.split())
     assert "the last that worked is attempt 1, launch 1" in text
     assert "hosts node-a node-b" in text
+
+
+def test_an_earlier_attempt_can_be_chosen_and_the_output_names_it(call: Call, root: Path) -> None:
+    run = crashed_run(root)
+    run.submit(3, 4, T0 + 700)
+    run.claim(3, T0 + 701, "node-b")
+    run.launch(3, 1, 50, None, 4)
+    write_crash(run, 3)
+    run.finish(3, AttemptState.FAILED, Cause.USER_ERROR, 50, T0 + 800)
+    newest, earlier, healthy = (
+        call("show", "crashed", "--errors", *chosen).out.splitlines()
+        for chosen in ([], ["--attempt", "2"], ["--attempt", "1"])
+    )
+    assert newest[0] == "run crashed, attempt 3: failed, cause user_error"
+    assert newest[1] == "with errors too: attempt 2; `--attempt N` shows another one"
+    assert earlier[0] == "run crashed, attempt 2: failed, cause infrastructure"
+    assert earlier[1] == "with errors too: attempt 3; `--attempt N` shows another one"
+    assert healthy[0] == "run crashed, attempt 1: no launch of it crashed or hung"
+    unknown = call("show", "crashed", "--errors", "--attempt", "9")
+    assert unknown.status != 0
+    assert "has no attempt 9; the last one is 3" in unknown.err
+    alone = call("show", "crashed", "--attempt", "2")
+    assert alone.status == 2
+    assert "--attempt: expected it with --errors" in " ".join(alone.err.split())
 
 
 def test_json_has_the_whole_timeline(call: Call, root: Path) -> None:

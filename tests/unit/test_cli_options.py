@@ -81,6 +81,7 @@ BAD: dict[tuple[str, str], tuple[Sequence[str], int]] = {
     ("events", "--tail"): (["-1", "x"], 2),
     ("logs", "--rank"): (["-1", "x"], 2),
     ("logs", "--attempt"): (["0", "x"], 2),
+    ("show", "--attempt"): (["0", "x"], 2),
     ("logs", "--tail"): (["-1"], 2),
     ("logs", "--since"): (["yesterday"], 2),
     ("logs", "--grep"): (["("], 2),
@@ -224,6 +225,7 @@ def show_rows(w: World) -> dict[str, bool]:
         and "resources.nodes" not in differing
         and "have the same values" in w("show", "gpt", "gpt", "--diff").out,
         "--errors": "first cause: " in errors and "first cause: " not in w("show", "gpt").out,
+        "--attempt": "attempt 1" in w("show", "gpt", "--errors", "--attempt", "1").out,
         "--watch": watched.count("folder") >= 2 and "failed" in watched,
         "--spec": "resources.gpus_per_node" in spec
         and "resources.gpus_per_node" not in w("show", "gpt").out,

@@ -182,9 +182,10 @@ def test_agents_and_flushers_report_their_tracebacks(attempt: AttemptPaths) -> N
     (attempt.logs / "41_0_log.out").write_text(MISTAKE)
     launch = attempt.node_logs(0) / "l01"
     launch.mkdir(parents=True)
-    # This only says that ranks have failed, which their own records say.
+    # This only says that ranks have failed, which their own records say, with one of them quoted.
     torchrun = MISTAKE.replace("ValueError: no", "torch.elastic.ChildFailedError: train.py")
-    (launch / "torchrun.log").write_text(torchrun)
+    quoted = f"  traceback : {MISTAKE}{'-' * 60}\n{'=' * 60}\n"
+    (launch / "torchrun.log").write_text(f"{torchrun}{'=' * 60}\n{quoted}")
     found = ErrorFiles(attempt, HOSTS, ReadBudget()).of_others()
     assert [(one.source, one.text) for one in found] == [
         (ErrorSource.AGENT, "the agent: ValueError: no"),

@@ -37,7 +37,8 @@ STEP_S: Final = 1.2
 BUCKET_S: Final = 20.0
 STATE_BYTES: Final = 1_083_000_000
 LIVE: Final = "gpt-90m"
-SUPERVISED: Final = (LIVE, "gpt-90m-8k", "llama-3b-instruct")
+HELD: Final = "vit-l-distilled"
+SUPERVISED: Final = (LIVE, "gpt-90m-8k", "llama-3b-instruct", HELD)
 # The live run's current step; the checkpoint of three steps earlier is still being written.
 NEWEST: Final = 16_503
 COPY_S: Final = 41.5
@@ -77,10 +78,12 @@ class RunScript:
         with clock(at):
             self.run.tell(writer, kind, **data)
 
-    def begin(self, number: int, gpus: int, at: float, *, queued_s: float, host: str) -> None:
+    def begin(
+        self, number: int, gpus: int, at: float, *, queued_s: float, host: str, why: str = ""
+    ) -> None:
         """An attempt that waits, starts and resumes from the newest checkpoint."""
         with clock(at):
-            self.run.submit(number, gpus, at)
+            self.run.submit(number, gpus, at, why)
         with clock(at + queued_s):
             self.run.claim(number, at + queued_s, host)
         with clock(at + queued_s + 20):
@@ -155,7 +158,7 @@ def measured(step: int, gpus: int) -> dict[str, float]:
 def supervised(root: Path) -> Iterator[None]:
     """Hold the locks of the runs under way, as their supervisors do."""
     with contextlib.ExitStack() as stack:
-        for name in SUPERVISED:
+        for name in filter(lambda name: (root / name).is_dir(), SUPERVISED):
             assert stack.enter_context(FlowLock(RunPaths(root / name).flow_lock)).try_take()
         yield
 
@@ -190,19 +193,23 @@ def write_live_run(root: Path, now: float) -> None:
         started_at=now - 6 * HOUR + 8 * MINUTE,
         stop_requested_at=at,
         stop_committed_at=at + 14,
+        evidence="Slurm reports job 101 as PREEMPTED",
     )
     decide(script, 1, at + 21, 4, "a preemption is always forgiven; 4 GPUs are free")
     at += 2 * MINUTE
-    script.begin(2, 4, at, queued_s=5 * MINUTE, host="gpu-11")
+    why = "after preemption of attempt 1: 4 GPUs (4 are free)"
+    script.begin(2, 4, at, queued_s=5 * MINUTE, host="gpu-11", why=why)
     script.tell(
         at + 15 * MINUTE, "cli", EventKind.PINNED, by="mia", note="for the paper", **first()
     )
     at = script.train(2, 4, 8_930, at + 6 * MINUTE)
     with clock(at):
-        script.run.record_attempt_end(2, AttemptState.NODE_FAILED, Cause.NODE_FAILURE, 8_930, at)
+        lost = AttemptState.NODE_FAILED, Cause.NODE_FAILURE, 8_930
+        script.run.record_attempt_end(2, *lost, at, "gpu-11: its agent is lost")
     decide(script, 2, at + 1, 8, "the node is left out for an hour; 8 GPUs are free")
+    why = "after node_failure of attempt 2: 8 GPUs (8 are free)"
     script.step = 8_500
-    script.begin(3, 8, at + MINUTE, queued_s=2 * MINUTE, host="gpu-03")
+    script.begin(3, 8, at + MINUTE, queued_s=2 * MINUTE, host="gpu-03", why=why)
     script.train(3, 8, NEWEST - 4, now - (NEWEST - 8_500) * STEP_S)
     script.step = NEWEST
     for name in ("step-00000500.a0001.l01", "step-00001000.a0001.l01"):
@@ -321,10 +328,29 @@ def write_finished_run(root: Path, began: float) -> None:
 def write_queued_run(root: Path, began: float) -> None:
     """Submitted on another machine, whose scheduler cannot be queried from here."""
     script = RunScript(root, "llama-3b-instruct", "f", began)
-    with clock(began):
-        attempt = script.run.submit(1, 16, began)
-    where = Submission(job_id="88", executor="local", submitted_at=began, host="login")
+    submit_elsewhere(script, "88", 16, began)
+    pending(script, began + MINUTE, "Resources", began + 70 * MINUTE)
+
+
+def write_held_run(root: Path, began: float) -> None:
+    """A run whose job a person has to release."""
+    script = RunScript(root, HELD, "e", began)
+    submit_elsewhere(script, "91", 4, began)
+    pending(script, began + MINUTE, "JobHeldUser", None)
+
+
+def submit_elsewhere(script: RunScript, job: str, gpus: int, at: float) -> None:
+    """Submit the first attempt on another machine, so that nobody here can ask for its state."""
+    with clock(at):
+        attempt = script.run.submit(1, gpus, at)
+    where = Submission(job_id=job, executor="local", submitted_at=at, host="login")
     write_document(attempt.submission, where)
+
+
+def pending(script: RunScript, at: float, why: str, starts_at: float | None) -> None:
+    """What the supervisor journals about a pending job, by the answer of Slurm."""
+    state = {"state": AttemptState.PENDING.value, "detail": why, "starts_at": starts_at}
+    script.tell(at, "flow", EventKind.ATTEMPT_STATE, attempt=1, **state)
 
 
 def write_failed_run(root: Path, began: float) -> None:
@@ -342,6 +368,7 @@ def write_failed_run(root: Path, began: float) -> None:
         failed_host="gpu-05",
         host="gpu-05",
         started_at=began + MINUTE,
+        evidence="rank 1 on gpu-05 ended with exit status 1",
     )
     log = script.run.paths.attempt(1).rank_log(0, 1, 1, "stderr")
     make_directory(log.parent)

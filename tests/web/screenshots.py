@@ -17,7 +17,15 @@ from typing import Final
 from PIL import Image
 from playwright.sync_api import Browser
 from tests.web import testbed
-from tests.web.sample_runs import LIVE, NEWEST, beat, supervised, write_sample_runs
+from tests.web.sample_runs import (
+    LIVE,
+    MINUTE,
+    NEWEST,
+    beat,
+    supervised,
+    write_held_run,
+    write_sample_runs,
+)
 
 from holdfast.contracts.disk.paths import RunPaths
 
@@ -26,6 +34,7 @@ LAST: Final = f"{LIVE}:step-00008500.a0002.l01"
 # File name: path, and a text that appears once the view has loaded.
 VIEWS: Final = {
     "runs": ("/", "vit-l-ablation"),
+    "queue": ("/queue", "llama-3b-instruct"),
     "run": (f"/runs/{LIVE}", "Where the time went"),
     "checkpoints": (f"/runs/{LIVE}/checkpoints", "keep.last"),
     "lineage": (f"/runs/{LIVE}/lineage", "A dashed card"),
@@ -61,6 +70,7 @@ def main(target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         write_sample_runs(Path(folder) / "runs", time.time())
+        write_held_run(Path(folder) / "runs", time.time() - 12 * MINUTE)
         with (
             supervised(Path(folder) / "runs"),
             testbed.serving(Path(folder)) as site,

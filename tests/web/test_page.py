@@ -39,14 +39,17 @@ PAGES: Final = {
     "/goodput": "Productive",
     "/nodes": "gpu-11",
     "/storage": "Prunable",
+    "/queue": "Expected start",
+    f"/compare?runs={LIVE},gpt-90m-8k": "Differences",
 }
 RULES: Final = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}
 View = tuple[Literal["light", "dark"], ViewportSize]
 NARROW: Final[ViewportSize] = {"width": 390, "height": 844}
+MIDDLE: Final[ViewportSize] = {"width": 1024, "height": 768}
 WIDE: Final[ViewportSize] = {"width": 1440, "height": 900}
-# Contrast depends on the theme and layout on the width. Two views cover both; four, all pairs.
-TWO: Final[tuple[View, ...]] = (("light", WIDE), ("dark", NARROW))
-FOUR: Final[tuple[View, ...]] = (*TWO, ("light", NARROW), ("dark", WIDE))
+# Contrast depends on the theme and layout on the width. Three views cover both; six, all pairs.
+THREE: Final[tuple[View, ...]] = (("light", WIDE), ("dark", NARROW), ("light", MIDDLE))
+SIX: Final[tuple[View, ...]] = (*THREE, ("light", NARROW), ("dark", WIDE), ("dark", MIDDLE))
 
 
 def violations(page: Page) -> list[str]:
@@ -62,7 +65,7 @@ def violations(page: Page) -> list[str]:
 @pytest.mark.more
 @pytest.mark.parametrize(
     "views",
-    [pytest.param(TWO, id="two"), pytest.param(FOUR, id="four", marks=pytest.mark.slow)],
+    [pytest.param(THREE, id="three"), pytest.param(SIX, id="six", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("path", PAGES)
 def test_each_page_is_accessible_in_every_theme_and_width(

@@ -61,10 +61,15 @@ def many_runs(site: Site) -> Site:
     return site
 
 
-def value_of(page: Page, name: str) -> str:
+def fact_of(page: Page, name: str) -> Locator:
     """The value beside a name in the list of facts."""
     fact = page.locator(".facts > div").filter(has=page.get_by_text(name, exact=True))
-    return fact.locator("dd").inner_text()
+    return fact.locator("dd")
+
+
+def value_of(page: Page, name: str) -> str:
+    """The text of a fact."""
+    return fact_of(page, name).inner_text()
 
 
 def border_colour(notice: Locator) -> str:
@@ -118,6 +123,40 @@ def test_live_runs_are_listed_before_newer_ended_runs(site: Site, browser: Brows
         expect(page.get_by_text("just-ended")).to_be_visible()
         shown = names.all_inner_texts()
         assert shown.index(LIVE) < shown.index("just-ended")
+
+
+@pytest.mark.more
+def test_tables_show_all_their_columns_in_a_window_of_medium_width(
+    site: Site, browser: Browser
+) -> None:
+    with testbed.page_of(browser, site, width=1024) as (page, _):
+        for path, name in (("/", "Last checkpoint"), (f"/runs/{LIVE}/checkpoints", "Committed")):
+            page.goto(path)
+            last = page.get_by_role("columnheader", name=name)
+            expect(last).to_be_visible()
+            hidden = "(one) => { const area = one.closest('.table-wrap');"
+            assert last.evaluate(f"{hidden} return area.scrollWidth - area.clientWidth; }}") <= 0
+
+
+@pytest.mark.more
+def test_times_and_numbers_have_the_format_of_the_reader(site: Site, browser: Browser) -> None:
+    context = browser.new_context(
+        base_url=site.url, locale="de-DE", timezone_id="Europe/Berlin", viewport=None
+    )
+    try:
+        context.request.get(f"/?token={site.token}")
+        page = context.new_page()
+        page.goto(f"/runs/{LIVE}/events")
+        expect(
+            page.get_by_text(re.compile(r"^\d\d\.\d\d\.\d{4}, \d\d:\d\d:\d\d$")).first
+        ).to_be_visible()
+        exact = page.get_by_role("time").first.get_attribute("title")
+        assert exact
+        assert re.fullmatch(r"\d\d\.\d\d\.\d{4}, \d\d:\d\d:\d\d (MEZ|MESZ|GMT.*)", exact)
+        page.goto(f"/runs/{LIVE}")
+        expect(fact_of(page, "Committed step")).to_have_text("16.000")
+    finally:
+        context.close()
 
 
 @pytest.mark.more
@@ -303,6 +342,27 @@ def test_lineage_cards_open_by_key_and_show_that_the_parent_was_verified(
             card.focus()
             page.keyboard.press(key)
             expect(page.get_by_role("complementary")).to_contain_text("Step 5")
+
+
+@pytest.mark.more
+def test_arrow_keys_reach_cards_that_are_outside_of_the_window(
+    site: Site, browser: Browser
+) -> None:
+    with testbed.page_of(browser, site, width=PHONE) as (page, console_errors):
+        page.goto(f"/runs/{LIVE}/lineage")
+        newest = page.locator(f'.react-flow__node[data-id="{LIVE}:step-00016000.a0003.l01"]')
+        run = page.locator(".react-flow__node").filter(has=page.locator(".kind-run"))
+        expect(newest).to_be_visible()
+        expect(run).to_have_count(0)
+        newest.focus()
+        for _ in range(40):
+            page.keyboard.press("ArrowUp")
+            page.wait_for_timeout(50)
+        focused = page.locator(".react-flow__node:focus-visible .graph-node")
+        expect(focused).to_have_class(re.compile("kind-run"))
+        expect(focused).to_be_in_viewport()
+        assert "solid" in focused.evaluate("(one) => getComputedStyle(one).outline")
+        assert not console_errors
 
 
 @pytest.mark.more

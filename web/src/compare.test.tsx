@@ -174,7 +174,7 @@ describe("a run", () => {
       attempts: [
         attempt({ number: 1, state: "preempted", cause: "preemption", gpus: 8 }),
         attempt({ number: 2, state: "failed", cause: "user_error", gpus: 4,
-          reason: "after preemption of attempt 1: 4 GPUs (4 are free)" }),
+          reason: "after node_failure of attempt 1: 4 GPUs (4 are free)" }),
         attempt({ number: 3, state: "failed", cause: "user_error",
           reason: "relaunch at 2 GPUs by mia" }),
       ],
@@ -182,7 +182,7 @@ describe("a run", () => {
         { tracker: "wandb", tracker_id: "x1", url: "https://wandb.ai/team/p/runs/x1" },
         { tracker: "tensorboard", tracker_id: "/runs/gpt/tensorboard", url: null },
       ] }) });
-    expect(await screen.findByText("started after preemption of attempt 1: 4 GPUs (4 are free)"))
+    expect(await screen.findByText("started after node failure of attempt 1: 4 GPUs (4 are free)"))
       .toBeTruthy();
     expect(screen.getByText("started by relaunch at 2 GPUs by mia")).toBeTruthy();
     expect(href(screen.getByRole("link", { name: "wandb" })))

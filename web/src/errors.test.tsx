@@ -121,6 +121,19 @@ describe("the errors of a run", () => {
     expect(server.requests("GET /runs/gpt/errors").at(-1)?.query).toEqual({ attempt: "3" });
   });
 
+  it("name the attempt that is shown, and lead from one without errors to the others", async () => {
+    const server = opened({ ...ALL, attempt: 3 });
+    const chosen = await screen.findByLabelText<HTMLSelectElement>("Attempt");
+    expect(chosen.selectedOptions[0]?.textContent).toBe("3: hung, launches that failed: 1");
+    expect(screen.getByText("the newest attempt with errors")).toBeTruthy();
+    server.give({ "GET /runs/gpt/errors": errors({ attempt: 2, attempts: ALL.attempts }) });
+    fireEvent.change(chosen, { target: { value: "1" } });
+    await screen.findByText("Nothing is recorded of attempt 2 that failed.");
+    const other = screen.getByLabelText<HTMLSelectElement>("Attempt");
+    expect(other.selectedOptions[0]?.textContent).toBe("2: nothing crashed or hung");
+    expect(screen.queryByText("the newest attempt with errors")).toBeNull();
+  });
+
   it("are none for a run that has not failed", async () => {
     opened(errors({}));
     await screen.findByText("No errors");

@@ -73,18 +73,27 @@ export function relative(then: number, now: number): string {
   return seconds >= 0 ? `${text} ago` : `in ${text}`;
 }
 
-/** Date, time and offset in the local time zone. */
-export function exact(then: number): string {
-  const date = new Date(then);
-  const two = (value: number) => String(value).padStart(2, "0");
-  const offset = -date.getTimezoneOffset();
-  const zone = offset === 0 ? "" : `${offset < 0 ? "−" : "+"}${two(
-    Math.floor(Math.abs(offset) / 60))}:${two(Math.abs(offset) % 60)}`;
-  return (
-    `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ` +
-    `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())} UTC${zone}`
-  );
-}
+const DATE_AND_TIME = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
+const EXACT = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "long" });
+const MINUTES = new Intl.DateTimeFormat(undefined, { timeStyle: "short" });
+const SECONDS = new Intl.DateTimeFormat(undefined, { timeStyle: "medium" });
+const DAY_AND_TIME = new Intl.DateTimeFormat(undefined,
+  { month: "numeric", day: "numeric", hour: "numeric", minute: "numeric" });
+const TENTHS = new Intl.DateTimeFormat(undefined,
+  { hour: "numeric", minute: "2-digit", second: "2-digit", fractionalSecondDigits: 1 });
+
+/** Date, time and time zone in the reader's own format. The time is local. */
+export const exact = (then: number): string => EXACT.format(then);
+/** The same without the time zone. */
+export const dateAndTime = (then: number): string => DATE_AND_TIME.format(then);
+/** The time of day, for an axis of hours. */
+export const timeOfDay = (then: number): string => MINUTES.format(then);
+/** The time of day, for an axis that may be of seconds. */
+export const secondOfDay = (then: number): string => SECONDS.format(then);
+/** The day of the year and the time, for an axis of more than a day. */
+export const dayAndTime = (then: number): string => DAY_AND_TIME.format(then);
+/** The time of day with its tenths of a second. */
+export const tenths = (then: number): string => TENTHS.format(then);
 
 export function percent(ratio: number | null | undefined): string {
   if (ratio == null || !Number.isFinite(ratio)) return NONE;

@@ -103,7 +103,7 @@ describe("ranks over time", () => {
     fireEvent.keyDown(heat, { key: "ArrowDown" });
     fireEvent.keyDown(heat, { key: "Home" });
     const reading = () => document.querySelector(".heat-read")?.textContent;
-    expect(reading()).toMatch(/^Rank 1 on node-0 · step time 1 s · 2025-11-24 /);
+    expect(reading()).toMatch(/^Rank 1 on node-0 · step time 1 s · .*2025/);
     fireEvent.click(within(screen.getByRole("region", { name: "Slowest ranks" }))
       .getByRole("button", { name: "Show rank 2" }));
     expect(reading()).toMatch(/^Rank 2 on node-1 · no step/);
@@ -154,7 +154,7 @@ describe("GPUs over time", () => {
 
   it("have faults as text, charts, and the newest values", async () => {
     const server = openRanks(map(), gpus());
-    await screen.findByText(/GPU 0: Xid 79, 2025-11-24/);
+    await screen.findByText(/GPU 0: Xid 79, .*2025/);
     await screen.findByText("GPU 0: new uncorrected ECC errors");
     await screen.findByText("not reported");
     expect(rowsOf("Newest values of each GPU")[0]).toBe(" 095 %2.00 GiB61 °C–GPU-0");

@@ -80,3 +80,32 @@ export function useListKeys(
     return () => window.removeEventListener("keydown", press);
   }, []);
 }
+
+interface Place {
+  x: number;
+  y: number;
+}
+
+const WAYS: Record<string, readonly [number, number]> = {
+  ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0],
+};
+// A card that is ahead is nearer than one that is as far to the side.
+const SIDE_WEIGHT = 3;
+
+/** The card to which an arrow key leads: the nearest in its direction; undefined if none is. */
+export function cardTowards(
+  places: ReadonlyMap<string, Place>, from: string, key: string,
+): string | undefined {
+  const [here, way] = [places.get(from), WAYS[key]];
+  if (!here || !way) return undefined;
+  const [right, down] = way;
+  let nearest: string | undefined;
+  let least = Number.POSITIVE_INFINITY;
+  for (const [id, { x, y }] of places) {
+    const [dx, dy] = [x - here.x, y - here.y];
+    const ahead = dx * right + dy * down;
+    const far = ahead + SIDE_WEIGHT * Math.abs(dx * down + dy * right);
+    if (ahead > 0 && far < least) [nearest, least] = [id, far];
+  }
+  return nearest;
+}

@@ -73,6 +73,9 @@ function evenTicks(low: number, high: number): number[] {
 export const STEP_INCREMENTS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
   .flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 
+/** Distances between ticks of sizes, which are shown in KiB, MiB and GiB. */
+export const BYTE_INCREMENTS = Array.from({ length: 50 }, (_, power) => 2 ** power);
+
 const MINUTE = 60;
 const HOUR = 3600;
 const DAY = 86_400;

@@ -36,13 +36,18 @@ export function endOf(attempt: Attempt, requests: OperatorRequest[] | undefined)
 
 /** Why an attempt ended, or why it was started. */
 export function reasonOf(attempt: Attempt, requests: OperatorRequest[] | undefined): string {
-  if (!attempt.cause) return attempt.reason === "first" ? "first attempt" : (attempt.reason ?? "");
+  if (!attempt.cause) return attempt.reason === "first" ? "first attempt" : inWords(attempt);
   const request = attempt.cause === "operator" ? requestOf(requests, attempt.number) : undefined;
   return request ? `${endOf(attempt, requests)} by ${request.by}` : plain(attempt.cause);
 }
 
+/** The supervisor's reason, which begins with the name of the last attempt's cause. */
+const inWords = ({ reason }: Attempt): string =>
+  (reason ?? "").replace(/^after \w+/, (words) => plain(words));
+
 /** Why an attempt was started at its size, in the supervisor's words; "" for the first one. */
-export function startOf({ reason }: Attempt): string {
+export function startOf(attempt: Attempt): string {
+  const reason = inWords(attempt);
   if (!reason || reason === "first") return "";
   return reason.startsWith("after ") ? `started ${reason}` : `started by ${reason}`;
 }

@@ -209,7 +209,9 @@ class Attention:
         if is_supervised(paths.flow_lock) is not False:
             known.supervised_at = time.time()
             return []
-        supervision = read_supervision(paths, known.steering, row["created_at"])
+        supervision = read_supervision(
+            paths, known.steering, row["created_at"], known.supervised_at
+        )
         if supervision.is_alive is not False:
             return []
         last = f"; the last one ran on {supervision.host}" if supervision.host else ""

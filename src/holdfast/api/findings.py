@@ -366,7 +366,7 @@ def advice(reason: str, job_id: str | None = None) -> tuple[bool, str]:
     for pattern, is_stuck, text in _ADVICE:
         if pattern.search(reason):
             return is_stuck, text.replace("JOB", job_id or "JOB")
-    return False, "wait, or Relaunch at fewer GPUs, which starts sooner"
+    return False, "wait, or Relaunch at fewer GPUs, which may start sooner"
 
 
 def pending_reason(events: Sequence[Event]) -> tuple[str, float | None]:

@@ -74,16 +74,23 @@ def refusals(shown: RunView, *, is_on_disk: bool) -> dict[str, str]:
     return {action: reason for action, reason in found.items() if reason}
 
 
-def read_supervision(paths: RunPaths, events: Sequence[Event], created_at: str) -> Supervision:
-    """Return the state of a live run's supervisor; `events` are from `Store.steering_events`."""
+def read_supervision(
+    paths: RunPaths, events: Sequence[Event], created_at: str, seen_at: float | None = None
+) -> Supervision:
+    """Return the state of a live run's supervisor; `events` are from `Store.steering_events`.
+
+    `seen_at` is when this server last saw one.
+    """
     newest = next((e for e in reversed(events) if e.kind is EventKind.SUPERVISED), None)
     facts = newest.data if newest else {}
     host = str(facts.get("host") or "") or None
     is_alive: bool | None = is_supervised(paths.flow_lock)
-    began = unix_time(created_at) or 0.0
-    asked = max((event.time for event in events), default=began)
+    requests = (event.time for event in events if event.kind is EventKind.OPERATOR_REQUEST)
+    asked = max(requests, default=unix_time(created_at) or 0.0)
+    # A supervisor that took the lock since then, and holds it no more, is not about to start.
+    started = max(newest.time if newest else 0.0, seen_at or 0.0)
     # Other hosts wrote these times. One that is far in the future proves nothing.
-    if not is_alive and abs(time.time() - max(began, asked)) < STARTING_S:
+    if not is_alive and started < asked and abs(time.time() - asked) < STARTING_S:
         is_alive = None
     return Supervision(
         is_alive=is_alive,

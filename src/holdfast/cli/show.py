@@ -73,6 +73,14 @@ def show(
             help="Show why the newest failed attempt failed: the errors of all its processes.",
         ),
     ] = False,
+    attempt: Annotated[
+        int | None,
+        typer.Option(
+            "--attempt",
+            min=1,
+            help="With --errors, the attempt. Default: the newest that has errors.",
+        ),
+    ] = None,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -83,6 +91,8 @@ def show(
     if errors and (watch or spec or diff):
         other = "--watch" if watch else "--spec" if spec else "--diff"
         raise typer.BadParameter(f"--errors and {other}: give one of them")
+    if attempt is not None and not errors:
+        raise typer.BadParameter("--attempt: expected it with --errors; add that")
     if watch and (spec or diff):
         other = "--spec" if spec else "--diff"
         raise typer.BadParameter(
@@ -95,7 +105,7 @@ def show(
             "keys in which they differ"
         )
     if errors:
-        _show_errors(runs, root, as_json)
+        _show_errors(runs, attempt, root, as_json)
         return
     if spec or diff:
         settings = [_settings(run, root) for run in runs]
@@ -123,10 +133,10 @@ def show(
             _render(shown)
 
 
-def _show_errors(runs: Sequence[str], root: str | None, as_json: bool) -> None:
+def _show_errors(runs: Sequence[str], attempt: int | None, root: str | None, as_json: bool) -> None:
     from holdfast.cli.support.run_errors import errors_of, print_errors
 
-    found = [errors_of(run, root) for run in runs]
+    found = [errors_of(run, attempt, root) for run in runs]
     data = [one.model_dump(mode="json") for one in found]
 
     def render(_: object) -> None:

@@ -14,7 +14,7 @@ import os
 import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
+from enum import IntEnum
 from typing import Any, BinaryIO, Final, cast
 
 
@@ -136,10 +136,13 @@ _KEY_LINES: Final = _pattern(
 # A text without any of these contains no secret, except known values.
 _ANY: Final = _pattern(r"[=:@ ]|[a-z]_[A-Za-z0-9]|[a-z]-[A-Za-z0-9]|dapi|A[KS]IA|AIza|eyJ")
 _NUMBER: Final = _pattern(r"[-+]?[0-9][0-9_.,]*(?:e[-+]?[0-9]+)?%?", re.IGNORECASE)
-# A word of letters and digits of this length looks random.
-_RANDOM_PART: Final = _pattern(r"[A-Za-z0-9+/=]{8,}")
-_LETTER: Final = _pattern(r"[A-Za-z]")
-_DIGIT: Final = _pattern(r"[0-9]")
+# A word of this length with a letter and a digit looks random.
+RANDOM_CHARACTERS_MIN: Final = 8
+_RANDOM_PART: Final = _pattern(
+    rf"(?<![A-Za-z0-9+/=])(?=[A-Za-z0-9+/=]{{{RANDOM_CHARACTERS_MIN}}})"
+    r"(?=[0-9+/=]*[A-Za-z])(?=[A-Za-z+/=]*[0-9])"
+)
+_BEFORE_PARAMETER: Final = frozenset("?&")
 _OPENING: Final = frozenset("[{")
 _QUOTES: Final = frozenset("\"'")
 # What is in every match of a pattern, in lower case or as it is. A test compares with the patterns.
@@ -152,12 +155,16 @@ _LOGIN_PARTS: Final = ("-u", "-U", "--user", "--proxy-user")
 # More than the characters of a line before its header.
 HEADER_AFTER_MAX: Final = 64
 _SAID_NAMES: Final = ("password", "passphrase", "token", "secret", "key")
+# The longest of these names, and the spaces after it.
+SAID_BEFORE_MAX: Final = 13
 _NAME_PARTS: Final = ("token", "pass", "secret", "key", "pwd", "jwt", "dsn", "credential")
 _VARIABLE_PARTS: Final = ("PAT", "AUTH")
 _ODD_LETTERS: Final = str.maketrans({"\u0130": "i", "\u0131": "i", "\u017f": "s", "\u212a": "k"})
 _NAME_CHARACTERS: Final = f"{string.ascii_letters}{string.digits}_.-"
 # A name of at most 100 characters after two dashes, and the character before it.
 NAME_CHARACTERS_MAX: Final = 103
+# With more places than one in so many characters, a pattern in the whole text is faster.
+PLACE_EVERY_CHARACTERS: Final = 16
 _SCHEME_CHARACTERS: Final = f"{string.ascii_letters}{string.digits}+.-"
 SCHEME_CHARACTERS_MAX: Final = 21
 _NO_FIRST: Final = f"{string.digits}+.-"
@@ -167,7 +174,7 @@ _PUNCTUATION: Final = ",;(){}[]"
 _REFERENCES: Final = frozenset(("from_file", "from_env", "prefect_secret"))
 
 
-class _Name(Enum):
+class _Name(IntEnum):
     """What the name of a value says about it."""
 
     PLAIN = 0
@@ -197,8 +204,11 @@ def _judge(name: str) -> _Name:
 
 def is_secret(name: str, value: str) -> bool:
     """Return True if the value of a key, a variable or an option with this name is a secret."""
-    judged = _judge(name)
-    if judged in {_Name.PLAIN, _Name.SECRET}:
+    return _is_secret_of(_judge(name), value)
+
+
+def _is_secret_of(judged: _Name, value: str) -> bool:
+    if judged is _Name.PLAIN or judged is _Name.SECRET:
         return judged is _Name.SECRET
     return _is_random(value) or (judged is _Name.PERHAPS_PASSWORD and _is_password(value))
 
@@ -303,7 +313,7 @@ def _find(text: str, secrets: Sequence[str]) -> Iterator[tuple[int, int]]:
         for match in _matches(pattern, text, places):
             yield match.span("value")
     yield from _find_keys(text)
-    for match in _matches(_SAID, text, _places(folded, _SAID_NAMES)):
+    for match in _matches(_SAID, text, _said_places(folded)):
         if _is_random(match["value"]):
             yield match.span("value")
     for match in _matches(_LOGIN, text, _places(text, _LOGIN_PARTS)):
@@ -337,8 +347,13 @@ def _places(text: str, words: Sequence[str]) -> list[int]:
     return sorted(found)
 
 
-def _matches(pattern: re.Pattern[str], text: str, places: Sequence[int]) -> Iterator[re.Match[str]]:
-    """Yield the matches of `pattern.finditer(text)`. They can only begin at `places`."""
+def _matches(
+    pattern: re.Pattern[str], text: str, places: Sequence[int] | None
+) -> Iterator[re.Match[str]]:
+    """Yield the matches of `pattern.finditer(text)`. They begin at `places` only, unless None."""
+    if places is None:
+        yield from pattern.finditer(text)
+        return
     end = 0
     for place in places:
         if place >= end and (match := pattern.match(text, place)):
@@ -353,14 +368,36 @@ def _scheme_at(text: str, colon: int) -> int:
     return colon - len(own.lstrip(_NO_FIRST))
 
 
-def _names(text: str, folded: str) -> list[int]:
+def _is_full(text: str, places: Sequence[int]) -> bool:
+    """Return True for a text in which a look at each place would take long."""
+    return len(places) * PLACE_EVERY_CHARACTERS > len(text)
+
+
+def _said_places(folded: str) -> list[int]:
+    """Return where a name begins that may be followed by "is" or "was", in order."""
+    found = _places(folded, _SAID_NAMES)
+    if not _is_full(folded, found):
+        return found
+    found = []
+    for at in _places(folded, ("is", "was")):
+        before = folded[max(0, at - SAID_BEFORE_MAX) : at].rstrip()
+        end = max(0, at - SAID_BEFORE_MAX) + len(before)
+        found += [end - len(name) for name in _SAID_NAMES if before.endswith(name)]
+    return found
+
+
+def _names(text: str, folded: str) -> list[int] | None:
     """Return the beginnings of words, with dashes, that may be the name of a secret, in order.
 
-    Names and options are whole words, so that a pattern for them matches at a beginning only.
+    Names and options are whole words, so that a pattern for them matches at a beginning only. None
+    for a text that is full of them.
     """
     found = []
     end = 0
-    for at in sorted([*_places(folded, _NAME_PARTS), *_places(text, _VARIABLE_PARTS)]):
+    places = sorted([*_places(folded, _NAME_PARTS), *_places(text, _VARIABLE_PARTS)])
+    if _is_full(text, places):
+        return None
+    for at in places:
         if at < end:
             continue
         before = text[max(0, at - NAME_CHARACTERS_MAX) : at]
@@ -389,52 +426,55 @@ def _find_keys(text: str) -> Iterator[tuple[int, int]]:
             yield start, until
 
 
-def _find_assigned(text: str, names: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _find_assigned(text: str, names: Sequence[int] | None) -> Iterator[tuple[int, int]]:
     """Find the values that are assigned to secret names."""
-    until = dict.fromkeys(_Name, 0)
+    until = [0] * len(_Name)
     for match in _matches(_ASSIGNED, text, names):
         judged = _judge(match["name"])
+        start, end = match.span()
         # Matches inside a value that was already checked are skipped, to save time.
-        if judged is _Name.PLAIN or match.end() < until[judged]:
+        if judged is _Name.PLAIN or end < until[judged]:
             continue
-        is_parameter = text[max(0, match.start() - 1) : match.start()] in {"?", "&"}
-        pattern = _URL_VALUE if is_parameter else _WORD_VALUE
-        if text[match.end() : match.end() + 1] in _OPENING and not _EMPTY.match(text, match.end()):
+        pattern = _URL_VALUE if text[start - 1 : start] in _BEFORE_PARAMETER else _WORD_VALUE
+        if text[end : end + 1] in _OPENING and not _EMPTY.match(text, end):
             pattern = _GROUP_VALUE
-        span = _value_after(pattern, text, match)
+        span = _value_at(pattern, text, end)
         if span is None:
             continue
         value = text[slice(*span)]
-        if is_secret(match["name"], value) and not _is_spoken(match, value):
+        if _is_secret_of(judged, value) and not _is_spoken(match, value):
             yield span
             until[judged] = span[1]
         elif judged is not _Name.SECRET:
             until[judged] = span[1]
 
 
-def _find_listed(text: str, names: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _find_listed(text: str, names: Sequence[int] | None) -> Iterator[tuple[int, int]]:
     """Find the values that follow secret names in a list, and those of options."""
-    quoted = [at - back for at in names if text[max(0, at - 1) : at] in _QUOTES for back in _CALL]
-    listed = _matches(_LISTED, text, sorted(at for at in quoted if at >= 0))
-    for match in itertools.chain(listed, _matches(_OPTION, text, names)):
-        if _judge(match["name"]) is _Name.PLAIN:
+    quoted = options = None
+    if names is not None:
+        after_quote = [at for at in names if text[max(0, at - 1) : at] in _QUOTES]
+        quoted = sorted(at - back for at in after_quote for back in _CALL if at >= back)
+        options = [at for at in names if text[at] == "-"]
+    listed = _matches(_LISTED, text, quoted)
+    for match in itertools.chain(listed, _matches(_OPTION, text, options)):
+        judged = _judge(match["name"])
+        if judged is _Name.PLAIN:
             continue
-        span = _value_after(_WORD_VALUE, text, match)
+        span = _value_at(_WORD_VALUE, text, match.end())
         if span is None or _NEXT_OPTION.fullmatch(text, *span):
             continue
-        if is_secret(match["name"], text[slice(*span)]):
+        if _is_secret_of(judged, text[slice(*span)]):
             yield span
 
 
-def _value_after(
-    pattern: re.Pattern[str], text: str, name: re.Match[str]
-) -> tuple[int, int] | None:
-    """Return the (start, end) of the value after a name, without quotes."""
-    found = pattern.match(text, name.end())
+def _value_at(pattern: re.Pattern[str], text: str, place: int) -> tuple[int, int] | None:
+    """Return the (start, end) of the value at a place, without quotes."""
+    found = pattern.match(text, place)
     if found is None:
         return None
     start, end = found.span()
-    return (start + 1, end - 1) if text[start] in "\"'" else (start, end)
+    return (start + 1, end - 1) if text[start] in _QUOTES else (start, end)
 
 
 def _is_spoken(name: re.Match[str], value: str) -> bool:
@@ -451,8 +491,7 @@ def _is_spoken(name: re.Match[str], value: str) -> bool:
 
 def _is_random(value: str) -> bool:
     """Return True for a text with a long word of letters and digits, which looks like a secret."""
-    parts = (match[0] for match in _RANDOM_PART.finditer(value))
-    return any(_LETTER.search(part) and _DIGIT.search(part) for part in parts)
+    return len(value) >= RANDOM_CHARACTERS_MIN and _RANDOM_PART.search(value) is not None
 
 
 def _is_password(value: str) -> bool:

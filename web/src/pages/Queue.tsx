@@ -4,7 +4,7 @@ import type { ColumnDef } from "@tanstack/react-table";
 import { useQueue } from "../api/queries";
 import type { WaitingRun } from "../api/types";
 import { count, when } from "../format";
-import { Empty, Loaded, State, Time, useTitle } from "../parts/basics";
+import { Empty, Loaded, Said, State, Time, useTitle } from "../parts/basics";
 import { Table } from "../parts/Table";
 import { useTableSearch } from "../tableSearch";
 
@@ -23,7 +23,7 @@ const COLUMNS: ColumnDef<WaitingRun, unknown>[] = [
     cell: ({ row: { original: one } }) => (
       <div className="breaks">
         {one.reason ?? <span className="muted">no reason is known</span>}
-        <div className="second">What helps: {one.action}.</div>
+        <div className="second">What helps: <Said text={one.action} />.</div>
       </div>
     ) },
   { id: "gpus", header: "Ranks", meta: { number: true, wide: true },

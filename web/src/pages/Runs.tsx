@@ -69,7 +69,7 @@ const COLUMNS: ColumnDef<RunRow, unknown>[] = [
         <span>{percent(run.goodput.ettr)}</span>
       </div>
     ) : <span className="muted">–</span> },
-  { id: "loss", header: "Loss", meta: { wide: true }, enableSorting: false,
+  { id: "loss", header: "Loss", meta: { roomy: true }, enableSorting: false,
     cell: ({ row: { original: run } }) => (
       <Spark values={run.spark ?? []} label={`loss, now ${figure(run.spark?.at(-1))}`} />
     ) },
@@ -77,14 +77,14 @@ const COLUMNS: ColumnDef<RunRow, unknown>[] = [
     accessorFn: (run) => run.world_size ?? 0,
     cell: ({ row: { original: run } }) => count(run.world_size) },
   { id: "attempts", header: "Attempts", accessorKey: "attempts",
-    meta: { wide: true, number: true } },
+    meta: { roomy: true, number: true } },
   { id: "checkpoint", header: "Last checkpoint", meta: { number: true, wide: true },
     accessorFn: (run) => when(run.committed_at) ?? 0,
     cell: ({ row: { original: run } }) => <Time at={run.committed_at} /> },
-  { id: "cost", header: "Cost", meta: { wide: true, number: true },
+  { id: "cost", header: "Cost", meta: { roomy: true, number: true },
     accessorFn: (run) => run.goodput?.cost ?? -1,
     cell: ({ row: { original: run } }) => money(run.goodput?.cost, run.goodput?.currency) },
-  { id: "created", header: "Started", meta: { number: true, wide: true },
+  { id: "created", header: "Started", meta: { number: true, roomy: true },
     accessorFn: (run) => when(run.created_at) ?? 0,
     cell: ({ row: { original: run } }) => <Time at={run.created_at} /> },
 ];

@@ -5,7 +5,7 @@ import { useMayAct } from "../api/session";
 import type { AttentionItem } from "../api/types";
 import { count } from "../format";
 import { plain } from "../states";
-import { State, Time } from "./basics";
+import { Said, State, Time } from "./basics";
 import { ActionButton, type Action } from "./Confirm";
 
 /** So many problems of one kind are shown one by one; more are folded into a line. */
@@ -45,7 +45,7 @@ function acknowledgeOf(item: AttentionItem): Action {
 function Help({ item }: { item: AttentionItem }) {
   return (
     <div className="second muted">
-      What helps: {item.action}.
+      What helps: <Said text={item.action} />.
       {item.kind === "storage_full" ? <>{" "}<Link to="/storage">Open Storage</Link></> : null}
     </div>
   );

@@ -110,18 +110,20 @@ export function HeatCanvas({ cells, scale, zoom, cursor, onCursor, began, label 
       style={{ height: height + BORDERS_PX }} onScroll={scrolled} onKeyDown={press}
     >
       <div style={{ height: full }} onMouseMove={point}>
-        <canvas ref={canvas} width={cells.buckets} height={height} style={{ height }} />
-        {began.map(({ launch, bucket }) => (
-          <span key={launch} className="began" style={{
-            left: `${(bucket / cells.buckets) * 100}%` }} />
-        ))}
-        {cursor ? (
-          <>
-            <span className="cross across" style={{
-              transform: `translateY(${((cursor.row + 0.5) / cells.ranks) * full}px)` }} />
+        <div className="seen" style={{ height }}>
+          <canvas ref={canvas} width={cells.buckets} height={height} />
+          {began.map(({ launch, bucket }) => (
+            <span key={launch} className="began" style={{
+              left: `${(bucket / cells.buckets) * 100}%` }} />
+          ))}
+          {cursor ? (
             <span className="cross down" style={{
-              left: `${((cursor.bucket + 0.5) / cells.buckets) * 100}%` }} />
-          </>
+              transform: `translateX(${((cursor.bucket + 0.5) / cells.buckets) * 100}%)` }} />
+          ) : null}
+        </div>
+        {cursor ? (
+          <span className="cross across" style={{
+            transform: `translateY(${((cursor.row + 0.5) / cells.ranks) * full}px)` }} />
         ) : null}
       </div>
     </div>

@@ -18,6 +18,8 @@ declare module "@tanstack/react-table" {
     number?: boolean;
     /** Hidden in a narrow window. */
     wide?: boolean;
+    /** Shown in a roomy window only. */
+    roomy?: boolean;
     /** Unused: the declaration must use both type parameters of the library. */
     unused?: [TData, TValue];
   }
@@ -40,8 +42,9 @@ interface Props<T> {
   rowClass?: (row: T) => string | undefined;
 }
 
-const classOf = (meta?: { number?: boolean; wide?: boolean }) =>
-  [meta?.number && "number", meta?.wide && "wide-only"].filter(Boolean).join(" ") || undefined;
+const classOf = (meta?: { number?: boolean; wide?: boolean; roomy?: boolean }) =>
+  [meta?.number && "number", meta?.wide && "wide-only", meta?.roomy && "roomy-only"]
+    .filter(Boolean).join(" ") || undefined;
 
 const sortingOf = (sort: string | undefined): SortingState =>
   sort ? [{ id: sort.replace(/^-/, ""), desc: sort.startsWith("-") }] : [];

@@ -2,7 +2,8 @@
 import { useEffect, useRef } from "react";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { STEP_INCREMENTS } from "../scales";
+import { bytes, timeOfDay } from "../format";
+import { BYTE_INCREMENTS, STEP_INCREMENTS } from "../scales";
 import { colour, keepFitting } from "./chartOptions";
 
 type Line = (number | null)[];
@@ -16,13 +17,12 @@ interface Props {
 
 const HEIGHT = 130;
 const LEFT_PX = 72;
+// The longest time of day, with a gap.
+const TIME_PX = 76;
 const LINES = ["training", "lost", "good", "note", "warn", "hung", "idle", "blocked"] as const;
 
 /** The colour of a line, as a name of the style sheet. */
 export const lineName = (index: number): string => LINES[index % LINES.length] ?? "ink";
-
-const clock = (at: number): string =>
-  new Date(at * 1000).toLocaleTimeString(undefined, { hour: "2-digit", minute: "2-digit" });
 
 export function trackOptions({ lines, format }: Props, element: HTMLElement): uPlot.Options {
   const axis = {
@@ -38,10 +38,11 @@ export function trackOptions({ lines, format }: Props, element: HTMLElement): uP
     cursor: { show: false },
     scales: { y: { range: (_, __, high) => [0, high > 0 ? high * 1.05 : 1] } },
     axes: [
-      { ...axis, values: (_, ticks) => ticks.map(clock) },
-      { ...axis, size: LEFT_PX, 
+      { ...axis, space: TIME_PX,
+        values: (_, ticks) => ticks.map((at) => timeOfDay(at * 1000)) },
+      { ...axis, size: LEFT_PX,
         // The values are shown as whole numbers, so ticks between them would have wrong texts.
-        incrs: STEP_INCREMENTS, values: (_, ticks) => ticks.map((tick) => format(tick)) },
+        incrs: format === bytes ? BYTE_INCREMENTS : STEP_INCREMENTS, values: (_, ticks) => ticks.map((tick) => format(tick)) },
     ],
     series: [
       {},

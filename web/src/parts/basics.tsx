@@ -97,6 +97,12 @@ export function Facts({ facts }: { facts: [string, ReactNode][] }) {
   );
 }
 
+/** A sentence of the server, with the commands that it names between backticks. */
+export function Said({ text }: { text: string }) {
+  return text.split("`").map((part, place) =>
+    place % 2 === 1 ? <code key={place}>{part}</code> : part);
+}
+
 /** A placeholder for missing content: why there is none, and what to do. */
 export function Empty({ title, children }: { title: string; children?: ReactNode }) {
   return (

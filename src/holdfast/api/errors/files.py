@@ -119,9 +119,10 @@ class ErrorFiles:
             if source is None or name.stream == "stdout" or not self._budget.take():
                 continue
             path = self._attempt.run.directory / name.name
-            text = last_traceback(self._tail(path))
-            # torchrun's own traceback only says that ranks failed.
-            if not text or (source is ErrorSource.TORCHRUN and "ChildFailedError" in text):
+            tail = self._tail(path)
+            text = last_traceback(tail)
+            # torchrun's own traceback only says that ranks failed, and repeats that of a rank.
+            if not text or (source is ErrorSource.TORCHRUN and "ChildFailedError" in tail):
                 continue
             found.append(
                 ErrorRecord(

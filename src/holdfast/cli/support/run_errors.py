@@ -20,6 +20,7 @@ from holdfast.cli.shared.output import print_table, say, time_text
 from holdfast.cli.views import refreshed_directory
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import reading_run
+from holdfast.contracts.node.flight import span_text
 from holdfast.contracts.plain_text import counted
 
 if TYPE_CHECKING:
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
 FRAMES_SHOWN = 6
 
 
-def errors_of(run: str, root: str | None) -> RunErrors:
-    """Return why the newest attempt of a run that has errors failed."""
+def errors_of(run: str, attempt: int | None, root: str | None) -> RunErrors:
+    """Return why an attempt failed, by default the newest of the run that has errors.
+
+    Raises `NotFoundError` if the run has no such attempt.
+    """
     from holdfast.lineage.queries import pages, run_queries
 
     def read(database: Database) -> RunErrors:
@@ -42,7 +46,7 @@ def errors_of(run: str, root: str | None) -> RunErrors:
             paths = RunPaths(Path(directory))
             view = run_queries.show_run(database, directory)
             events_of = partial(pages.newest_events, database, directory)
-            return read_errors(paths, view, events_of, saved, secrets_in(paths))
+            return read_errors(paths, view, events_of, saved, secrets_in(paths), attempt=attempt)
 
     return read_index(read)
 
@@ -52,9 +56,13 @@ def print_errors(found: RunErrors) -> None:
     if found.attempt is None:
         say(f"run {found.run}: no attempt has errors")
         return
-    one = next(one for one in found.attempts if one.number == found.attempt)
-    cause = f", cause {one.cause}" if one.cause else ""
-    say(f"run {found.run}, attempt {found.attempt}: {one.state}{cause}")
+    one = next((one for one in found.attempts if one.number == found.attempt), None)
+    cause = f", cause {one.cause}" if one and one.cause else ""
+    state = f"{one.state}{cause}" if one else "no launch of it crashed or hung"
+    say(f"run {found.run}, attempt {found.attempt}: {state}")
+    if others := [each.number for each in found.attempts if each is not one]:
+        numbers = span_text(others)
+        say(f"with errors too: attempt {numbers}; `--attempt N` shows another one")
     for entry in found.entries:
         _print_entry(entry)
     if found.left_out:

@@ -42,7 +42,7 @@ const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
         </div>
       </>
     ) },
-  { id: "saved_for", header: "Trigger", accessorKey: "saved_for", meta: { wide: true },
+  { id: "saved_for", header: "Trigger", accessorKey: "saved_for", meta: { roomy: true },
     cell: ({ row: { original: one } }) => plain(one.saved_for ?? "") },
   { id: "attempt", header: "Attempt", meta: { number: true, wide: true },
     accessorFn: (one) => one.attempt * 1000 + one.launch,
@@ -51,9 +51,9 @@ const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
   { id: "bytes", header: "Size", accessorKey: "bytes", meta: { number: true, wide: true },
     cell: ({ row: { original: one } }) => bytes(one.bytes) },
   { id: "blocked", header: "Blocked", accessorKey: "blocked_s",
-    meta: { number: true, wide: true },
+    meta: { number: true, roomy: true },
     cell: ({ row: { original: one } }) => span(one.blocked_s) },
-  { id: "flush", header: "Flush", accessorKey: "flush_s", meta: { number: true, wide: true },
+  { id: "flush", header: "Flush", accessorKey: "flush_s", meta: { number: true, roomy: true },
     cell: ({ row: { original: one } }) => span(one.flush_s) },
   { id: "committed", header: "Committed", meta: { number: true, wide: true },
     accessorFn: (one) => when(one.committed_at) ?? 0,

@@ -2,7 +2,7 @@
 import { Link, useNavigate, useParams, useSearch } from "@tanstack/react-router";
 import { useErrors } from "../../api/queries";
 import type { ErrorEntry, LaunchDifference, LaunchName, Run, RunErrors } from "../../api/types";
-import { count, exact, span, when } from "../../format";
+import { count, exact, span, tenths, when } from "../../format";
 import { Empty, Facts, Loaded, State, Time } from "../../parts/basics";
 import { plain } from "../../states";
 import { Stacks } from "./Stacks";
@@ -10,16 +10,13 @@ import { Stacks } from "./Stacks";
 const launchName = ({ attempt, number }: LaunchName): string =>
   `attempt ${attempt}${number === null ? "" : `, launch ${number}`}`;
 
-const CLOCK = new Intl.DateTimeFormat(undefined,
-  { hour: "2-digit", minute: "2-digit", second: "2-digit", fractionalSecondDigits: 1 });
-
 /** The time of day with its tenths, because errors follow each other within a second. */
 function Moment({ at, until }: { at: string | null; until: string | null }) {
   const [then, last] = [when(at), when(until)];
   if (then === null) return <>time unknown</>;
   return (
     <>
-      <time dateTime={at ?? undefined} title={exact(then)}>{CLOCK.format(then)}</time>
+      <time dateTime={at ?? undefined} title={exact(then)}>{tenths(then)}</time>
       {last === null ? "" : `, for ${span((last - then) / 1000)}`}
     </>
   );
@@ -172,15 +169,18 @@ function Difference({ of }: { of: LaunchDifference }) {
   );
 }
 
-/** The choice among the attempts with errors. */
+/** Which attempt is shown, and the choice among those with errors. */
 function Attempts({ errors, choose }: { errors: RunErrors; choose: (attempt: number) => void }) {
-  if (errors.attempts.length < 2) return null;
+  const { attempt, attempts } = errors;
+  if (attempt === null) return null;
+  const isListed = attempts.some((one) => one.number === attempt);
   return (
     <div className="toolbar">
       <label>
         Attempt{" "}
-        <select value={errors.attempt ?? ""} onChange={(event) => choose(+event.target.value)}>
-          {errors.attempts.toReversed().map((one) => (
+        <select value={attempt} onChange={(event) => choose(+event.target.value)}>
+          {isListed ? null : <option value={attempt}>{attempt}: nothing crashed or hung</option>}
+          {attempts.toReversed().map((one) => (
             <option key={one.number} value={one.number}>
               {one.number}: {plain(one.state)}
               {one.launches.length > 0 ? `, launches that failed: ${one.launches.join(", ")}` : ""}
@@ -188,6 +188,8 @@ function Attempts({ errors, choose }: { errors: RunErrors; choose: (attempt: num
           ))}
         </select>
       </label>
+      {attempts.at(-1)?.number === attempt
+        ? <span className="muted">the newest attempt with errors</span> : null}
     </div>
   );
 }
@@ -199,14 +201,19 @@ export function Errors() {
   const query = useErrors(name, attempt);
   return (
     <Loaded query={query}>
-      {(errors) => errors.entries.length === 0 && errors.stacks.length === 0 ? (
-        <Empty title={errors.attempt === null ? "No errors" : "This attempt has no errors"}>
+      {(errors) => errors.attempt === null ? (
+        <Empty title="No errors">
           <p>No launch of this run has crashed or hung, and no attempt has failed.</p>
         </Empty>
       ) : (
         <>
           <Attempts errors={errors}
             choose={(chosen) => void navigate({ search: { attempt: String(chosen) } })} />
+          {errors.entries.length === 0 && errors.stacks.length === 0 ? (
+            <Empty title="No errors">
+              <p>Nothing is recorded of attempt {errors.attempt} that failed.</p>
+            </Empty>
+          ) : null}
           {errors.first ? <First run={errors.run} entry={errors.first} /> : null}
           {errors.entries.length > 0 ? <Order errors={errors} /> : null}
           {errors.stacks.length > 0 ? <Stacks dumps={errors.stacks} /> : null}

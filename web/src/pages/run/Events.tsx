@@ -4,20 +4,18 @@ import { useMemo, useState } from "react";
 import { useEvents } from "../../api/queries";
 import type { Event } from "../../api/types";
 import { KINDS, WITHOUT_NOTES, factsOf } from "../../events";
-import { exact, when } from "../../format";
+import { dateAndTime, when } from "../../format";
 import { Empty, Loaded, Time } from "../../parts/basics";
 import { plain } from "../../states";
 
 const ALL = "all";
-// The length of an exact time without the offset.
-const DATE_AND_TIME = 19;
 
 function Line({ event }: { event: Event }) {
   return (
     <tr>
       <td className="nowrap">
         <Time at={event.time} />
-        <div className="second">{exact(when(event.time) ?? 0).slice(0, DATE_AND_TIME)}</div>
+        <div className="second">{dateAndTime(when(event.time) ?? 0)}</div>
         <div className="narrow-only">{plain(event.kind)}</div>
       </td>
       <td className="nowrap wide-only">{plain(event.kind)}</td>

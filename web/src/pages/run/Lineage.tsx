@@ -10,7 +10,8 @@ import { useCheckpoint, useGraph } from "../../api/queries";
 import type { GraphEdge } from "../../api/types";
 import { drawn, isFold, isIn, type Fold, type Folded, type Shown } from "../../fold";
 import { bytes, count } from "../../format";
-import { layOut, NODE_HEIGHT, type Layout, type Point } from "../../layout";
+import { cardTowards } from "../../keyboard";
+import { layOut, NODE_HEIGHT, NODE_WIDTH, type Layout, type Point } from "../../layout";
 import { evaluationsOf } from "../../parts/Evaluations";
 import { Empty, Facts, Loaded, Problem, Shape, Time } from "../../parts/basics";
 import { CheckpointTags, Note } from "../../parts/Tags";
@@ -93,6 +94,9 @@ const FIT = { padding: PADDING, maxZoom: 1, minZoom: 0.5 };
 // More cards than these are not readable at once, so the newest are shown first.
 const SEEN_MAX = 80;
 const SEEN_DOWN = 12;
+
+// A card that is not drawn by then will not be.
+const DRAWN_MS = 2000;
 
 // The most folds that the server opens; the oldest is closed then.
 const OPEN_MAX = 50;
@@ -219,6 +223,30 @@ function seenFirst(nodes: GraphNodeType[], { isDown }: Layout): { id: string }[]
   return nodes.toSorted((one, other) => step(other) - step(one)).slice(0, most / 2);
 }
 
+/** Focuses a card. The library draws only what is visible, so the view moves there first. */
+function focusCard(
+  graph: HTMLElement, id: string, place: Point | undefined,
+  flow: ReturnType<typeof useReactFlow>,
+) {
+  const card = () => graph.querySelector<HTMLElement>(`[data-id="${CSS.escape(id)}"]`);
+  const known = card();
+  if (known) {
+    known.focus({ preventScroll: true });
+    return;
+  }
+  if (!place) return;
+  void flow.setCenter(place.x + NODE_WIDTH / 2, place.y + NODE_HEIGHT / 2,
+    { zoom: flow.getZoom() });
+  const watch = new MutationObserver(() => {
+    const drawn = card();
+    if (!drawn) return;
+    watch.disconnect();
+    drawn.focus({ preventScroll: true });
+  });
+  watch.observe(graph, { subtree: true, childList: true });
+  setTimeout(() => watch.disconnect(), DRAWN_MS);
+}
+
 interface CanvasProps {
   run: string;
   folded: Folded;
@@ -251,14 +279,16 @@ function Canvas({ run, folded, opened, at, choose }: CanvasProps) {
     const there = placed.nodes.filter((one) => places?.has(one.id) && isIn(one, opened));
     if (there.length > 0) void flow.fitView({ ...FIT, nodes: there });
   }, [places, placed, opened, flow]);
-  // For these keys, the library selects a card but does not report a click.
   const press = (event: KeyboardEvent<HTMLDivElement>) => {
-    if (event.key !== "Enter" && event.key !== " ") return;
     const card = (event.target as HTMLElement).closest<HTMLElement>(".react-flow__node");
     const shown = placed.nodes.find((one) => one.id === card?.dataset.id);
-    if (!shown) return;
+    if (!shown || !places) return;
+    const next = cardTowards(places, shown.id, event.key);
+    if (next !== undefined) focusCard(event.currentTarget, next, places.get(next), flow);
+    // For these keys, the library selects a card but does not report a click.
+    else if (event.key === "Enter" || event.key === " ") choose(shown);
+    else return;
     event.preventDefault();
-    choose(shown);
   };
   if (error) return <Problem error={error} />;
   if (!layout) return <p className="loading" role="status">Laying out the graph…</p>;

@@ -1,5 +1,5 @@
 // A heat map of an attempt's ranks over time, and the ranks that keep the others waiting.
-import { useMemo, useState } from "react";
+import { memo, useCallback, useMemo, useState } from "react";
 import { useParams } from "@tanstack/react-router";
 import { useRun } from "../../api/queries";
 import type { HeatMap, HeatValue, RankMeans } from "../../api/schema";
@@ -28,7 +28,7 @@ const ZOOMS = [1, 4, 16, 64];
 const NAMED_MAX = 3;
 
 /** The names of the slowest ranks in a sentence. */
-function Stragglers({ worst }: { worst: RankMeans[] }) {
+const Stragglers = memo(function Stragglers({ worst }: { worst: RankMeans[] }) {
   const found = worst.filter((one) => one.is_straggler);
   if (found.length === 0) {
     return <p className="muted">No rank was much slower than its peers.</p>;
@@ -42,9 +42,11 @@ function Stragglers({ worst }: { worst: RankMeans[] }) {
       {more}. The others wait for {found.length === 1 ? "it" : "them"} in each step.
     </p>
   );
-}
+});
 
-function Worst({ worst, onChoose }: { worst: RankMeans[]; onChoose: (rank: number) => void }) {
+const Worst = memo(function Worst({ worst, onChoose }: {
+  worst: RankMeans[]; onChoose: (rank: number) => void;
+}) {
   return (
     <div className="table-wrap" tabIndex={0} role="region" aria-label="Slowest ranks">
       <table>
@@ -79,7 +81,7 @@ function Worst({ worst, onChoose }: { worst: RankMeans[]; onChoose: (rank: numbe
       </table>
     </div>
   );
-}
+});
 
 /** What is at the cursor, or how to move it. */
 function Reading({ map, cursor, level, word }: {
@@ -114,9 +116,10 @@ function HeatView({ map }: { map: HeatMap }) {
   const end = map.start_s + map.buckets * map.bucket_s;
   const began = map.launches.slice(1).map(({ launch, start_s }) =>
     ({ launch, bucket: (start_s - map.start_s) / map.bucket_s }));
-  const choose = (rank: number) =>
+  // The cursor moves many times a second, and only the map and its reading follow it.
+  const choose = useCallback((rank: number) =>
     setCursor((before) =>
-      ({ row: rank - map.first_rank, bucket: before?.bucket ?? map.buckets - 1 }));
+      ({ row: rank - map.first_rank, bucket: before?.bucket ?? map.buckets - 1 })), [map]);
   // After a reload there may be fewer cells.
   const shown = cursor && cursor.row < cells.ranks && cursor.bucket < cells.buckets ? cursor : null;
   return (

@@ -2,7 +2,7 @@
 import { useCallback, useState } from "react";
 import type { Attempt, Checkpoint, Run, Segment } from "../../api/types";
 import { Empty, State, Time, useKnownNow } from "../../parts/basics";
-import { count, exact, span, when } from "../../format";
+import { count, dayAndTime, exact, secondOfDay, span, when } from "../../format";
 import { PART_WORDS, PARTS } from "../../states";
 import { endOf, gpus, reasonOf, restartsOf, startOf } from "../../story";
 import { segmentsOf, ticks } from "../../timeline";
@@ -26,11 +26,6 @@ function useWidth() {
   }, []);
   return [place, width] as const;
 }
-
-const clock = (time: number, wide: boolean): string => {
-  const text = exact(time);
-  return wide ? text.slice(5, 16) : text.slice(11, 19);
-};
 
 /** An attempt's checkpoints and their positions. Of overlapping ones, the newest is kept. */
 function thinned(
@@ -89,7 +84,7 @@ export function Timeline({ attempts, segments, checkpoints }: Props) {
             <g key={mark}>
               <line x1={x(mark)} x2={x(mark)} y1={TOP} y2={height - AXIS + 4} />
               <text x={x(mark)} y={height - 5} textAnchor="middle">
-                {clock(mark, to - from > 86_400_000)}
+                {to - from > 86_400_000 ? dayAndTime(mark) : secondOfDay(mark)}
               </text>
             </g>
           ))}
