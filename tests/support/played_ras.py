@@ -7,6 +7,7 @@ it knows `set format json` if the answer is JSON.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import time
@@ -57,15 +58,11 @@ def play(listener: socket.socket, path: Path, way: str) -> None:
     """Serve one client after the other."""
     while True:
         client, _ = listener.accept()
-        try:
+        with client, contextlib.suppress(OSError):
             while way == "silent":
                 time.sleep(1.0)
             serve(client, path.read_bytes(), way)
             path = path.with_suffix(".better") if way == "better" else path
-        except OSError:
-            pass
-        finally:
-            client.close()
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ Communicators = dict[int, Sequence[PlayedRank]]
 def in_json(communicators: Communicators, *, is_late: bool = False) -> bytes:
     """The answer of NCCL 2.28.7 and newer, after `set format json`.
 
-    With `is_late`, RAS waited in vain for processes.
+    With `is_late`, RAS waited for processes that did not answer.
     """
     data = {
         "nccl_version": "2.29.2",

@@ -73,7 +73,8 @@ export function relative(then: number, now: number): string {
   return seconds >= 0 ? `${text} ago` : `in ${text}`;
 }
 
-const DATE_AND_TIME = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
+const DATE_AND_TIME = new Intl.DateTimeFormat(undefined,
+  { dateStyle: "medium", timeStyle: "medium" });
 const EXACT = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "long" });
 const MINUTES = new Intl.DateTimeFormat(undefined, { timeStyle: "short" });
 const SECONDS = new Intl.DateTimeFormat(undefined, { timeStyle: "medium" });

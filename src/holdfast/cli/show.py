@@ -88,22 +88,7 @@ def show(
 
     With --json and several runs, print a list.
     """
-    if errors and (watch or spec or diff):
-        other = "--watch" if watch else "--spec" if spec else "--diff"
-        raise typer.BadParameter(f"--errors and {other}: give one of them")
-    if attempt is not None and not errors:
-        raise typer.BadParameter("--attempt: expected it with --errors; add that")
-    if watch and (spec or diff):
-        other = "--spec" if spec else "--diff"
-        raise typer.BadParameter(
-            f"--watch and {other}: a spec never changes; leave one of them out"
-        )
-    if diff and (spec or len(runs) < 2):
-        given = "--spec" if spec else "one run"
-        raise typer.BadParameter(
-            f"--diff and {given}: expected two or more runs, without --spec; `--diff` prints the "
-            "keys in which they differ"
-        )
+    _check_options(runs, watch=watch, spec=spec, diff=diff, errors=errors, attempt=attempt)
     if errors:
         _show_errors(runs, attempt, root, as_json)
         return
@@ -131,6 +116,27 @@ def show(
         if shown != before:
             print(CLEAR if sys.stdout.isatty() else "", end="")
             _render(shown)
+
+
+def _check_options(
+    runs: Sequence[str], *, watch: bool, spec: bool, diff: bool, errors: bool, attempt: int | None
+) -> None:
+    if errors and (watch or spec or diff):
+        other = "--watch" if watch else "--spec" if spec else "--diff"
+        raise typer.BadParameter(f"--errors and {other}: give one of them")
+    if attempt is not None and not errors:
+        raise typer.BadParameter("--attempt: expected it with --errors; add that")
+    if watch and (spec or diff):
+        other = "--spec" if spec else "--diff"
+        raise typer.BadParameter(
+            f"--watch and {other}: a spec never changes; leave one of them out"
+        )
+    if diff and (spec or len(runs) < 2):
+        given = "--spec" if spec else "one run"
+        raise typer.BadParameter(
+            f"--diff and {given}: expected two or more runs, without --spec; `--diff` prints the "
+            "keys in which they differ"
+        )
 
 
 def _show_errors(runs: Sequence[str], attempt: int | None, root: str | None, as_json: bool) -> None:

@@ -42,7 +42,8 @@ export function trackOptions({ lines, format }: Props, element: HTMLElement): uP
         values: (_, ticks) => ticks.map((at) => timeOfDay(at * 1000)) },
       { ...axis, size: LEFT_PX,
         // The values are shown as whole numbers, so ticks between them would have wrong texts.
-        incrs: format === bytes ? BYTE_INCREMENTS : STEP_INCREMENTS, values: (_, ticks) => ticks.map((tick) => format(tick)) },
+        incrs: format === bytes ? BYTE_INCREMENTS : STEP_INCREMENTS,
+        values: (_, ticks) => ticks.map((tick) => format(tick)) },
     ],
     series: [
       {},

@@ -83,7 +83,7 @@ def bare_state(state: str) -> str:
 
 
 CALL_TIMEOUT_S: Final = 20.0
-# For an answer without which Holdfast goes on.
+# For an answer without which Holdfast can continue.
 ANSWER_TIMEOUT_S: Final = 5.0
 # Slurm's default of SlurmdTimeout.
 NOTICE_S: Final = 300.0

@@ -8,6 +8,7 @@ tokens that fill no sequence yet.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -79,11 +80,9 @@ class PackedShards(Source):
         def state() -> Any:
             return _packed(packer.state_dict())
 
-        try:
+        with contextlib.suppress(_EndOfShardError):
             for sequence in packer:
                 yield sequence, state
-        except _EndOfShardError:
-            pass
         while rest := packer._inputs_buffer[: packer.seq_len]:
             yield self._take(packer, len(rest)), state
 

@@ -90,7 +90,7 @@ def read_answer(content: bytes) -> RasAnswer:
 
 
 def has_timeouts(content: bytes) -> bool:
-    """Return True if RAS waited in vain for processes, so that a later answer may have more."""
+    """Return True if processes did not answer RAS, so that a later answer may have more."""
     return b"\nTIMEOUT\n" in content or _TIMEOUTS.search(content[-TAIL_BYTES:]) is not None
 
 
