@@ -213,7 +213,7 @@ class RunFolder:
         *,
         world_size: int = 2,
         host: str = "node-a",
-        evidence: str | None = None,
+        seen: str | None = None,
         **fields: Any,
     ) -> None:
         """The agent writes the outcome, and the flow records the end of the attempt."""
@@ -229,7 +229,7 @@ class RunFolder:
             **{"started_at": at - 100, **fields},
         )
         write_document(self.paths.attempt(number).outcome, outcome)
-        self.record_attempt_end(number, state, cause, last_step, at, evidence)
+        self.record_attempt_end(number, state, cause, last_step, at, seen)
 
     def record_attempt_end(
         self,
@@ -238,7 +238,7 @@ class RunFolder:
         cause: Cause | None,
         last_step: int | None,
         at: float,
-        evidence: str | None = None,
+        seen: str | None = None,
     ) -> None:
         """The journal line that ends an attempt; the only record if its node is lost."""
         self.tell(
@@ -247,7 +247,7 @@ class RunFolder:
             attempt=number,
             state=state.value,
             cause=cause.value if cause else None,
-            evidence=[evidence or f"seen: {cause}"],
+            evidence=[seen or f"seen: {cause}"],
             last_step=last_step,
             ended_at=at,
         )

@@ -193,7 +193,7 @@ def write_live_run(root: Path, now: float) -> None:
         started_at=now - 6 * HOUR + 8 * MINUTE,
         stop_requested_at=at,
         stop_committed_at=at + 14,
-        evidence="Slurm reports job 101 as PREEMPTED",
+        seen="Slurm reports job 101 as PREEMPTED",
     )
     decide(script, 1, at + 21, 4, "a preemption is always forgiven; 4 GPUs are free")
     at += 2 * MINUTE
@@ -368,7 +368,7 @@ def write_failed_run(root: Path, began: float) -> None:
         failed_host="gpu-05",
         host="gpu-05",
         started_at=began + MINUTE,
-        evidence="rank 1 on gpu-05 ended with exit status 1",
+        seen="rank 1 on gpu-05 ended with exit status 1",
     )
     log = script.run.paths.attempt(1).rank_log(0, 1, 1, "stderr")
     make_directory(log.parent)

@@ -90,7 +90,7 @@ def read_supervision(
     # A supervisor that took the lock since then, and holds it no more, is not about to start.
     started = max(newest.time if newest else 0.0, seen_at or 0.0)
     # Other hosts wrote these times. One that is far in the future proves nothing.
-    if not is_alive and started < asked and abs(time.time() - asked) < STARTING_S:
+    if not is_alive and started <= asked and abs(time.time() - asked) < STARTING_S:
         is_alive = None
     return Supervision(
         is_alive=is_alive,
