@@ -116,6 +116,11 @@ def test_a_killed_supervisor_and_a_killed_agent_are_listed(local: Local, browser
         expect(line_of(page, agent_of_attempt(1))).to_contain_text("Relaunch", timeout=LISTED_MS)
         expect(row_of(page)).to_contain_text("no heartbeats")
         expect(row_of(page)).to_contain_text("no supervisor")
+        page.goto("/runs/killed")
+        alerts = page.get_by_role("alert")
+        expect(alerts.filter(has_text="No supervisor is running")).to_be_visible()
+        expect(alerts.filter(has_text=agent_of_attempt(1))).to_be_visible()
+        page.goto("/")
 
         supervisor = local.json("relaunch", "killed", "--gpus", "1")["pid"]
         trains(paths, 2)
