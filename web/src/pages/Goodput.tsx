@@ -102,7 +102,8 @@ function Groups({ where }: { where: RunWhere }) {
               <tbody>
                 {groups.map(({ name, totals }) => (
                   <tr key={name ?? ""}>
-                    <td>{name ?? <span className="muted">{by === "tag" ? "no tag" : "default"}</span>}</td>
+                    <td>{name ? <bdi>{name}</bdi>
+                      : <span className="muted">{by === "tag" ? "no tag" : "default"}</span>}</td>
                     <td className="number">{count(totals.runs)}</td>
                     <td className="wide-only">
                       <GoodputBar parts={{ ...totals, ettr: totals.ettr ?? 0 }} />

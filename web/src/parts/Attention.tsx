@@ -75,7 +75,8 @@ function Line({ item, mayAct }: { item: AttentionItem; mayAct: boolean }) {
         {item.since ? <span className="muted"> · <Time at={item.since} /></span> : null}
         {done ? (
           <div className="second muted">
-            Acknowledged by {done.by}, <Time at={done.at} />{done.note ? `: ${done.note}` : ""}
+            Acknowledged by <bdi>{done.by}</bdi>, <Time at={done.at} />
+            {done.note ? <>: <bdi>{done.note}</bdi></> : null}
           </div>
         ) : <Help item={item} />}
       </div>
