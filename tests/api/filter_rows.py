@@ -50,14 +50,17 @@ def of_total(route: str) -> Callable[[Any], Facts]:
 
 
 def group_rows(w: Any) -> Facts:
-    """Goodput by user or partition; each filter leaves the groups of the runs that match."""
+    """Goodput by user, partition, account or tag; a filter leaves the groups of matching runs."""
     route = "/goodput/groups"
 
     def names(**given: Any) -> list[str]:
         return sorted(str(one["name"]) for one in w.get(route, **given))
 
     return {
-        "query:by": (names(), names(by="partition")) == (["eve", "tester"], ["None", "a100"]),
+        "query:by": (names(), names(by="partition")) == (["eve", "tester"], ["None", "a100"])
+        and names(by="account") == ["None", "vision"]
+        # The run with two tags counts in both groups.
+        and names(by="tag") == ["None", "llm", "night"],
         "query:state": names(state="completed") == ["tester"],
         "query:search": names(search="T-B") == ["tester"],
         "query:user": names(user="eve") == ["eve"],

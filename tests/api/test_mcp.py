@@ -12,7 +12,7 @@ import anyio
 import pytest
 from mcp import Client, StdioServerParameters, stdio_client
 from mcp_types import CallToolResult, TextContent
-from tests.api.conftest import Served
+from tests.api.conftest import Served, wait_for
 from typer.testing import CliRunner
 
 from holdfast.api.tokens import Role
@@ -67,6 +67,7 @@ def test_the_tools_are_described_by_the_servers_document(served: Served) -> None
 
 
 def test_a_client_reads_runs_checkpoints_reasons_and_logs(served: Served) -> None:
+    wait_for(served.services.attention.items)
     calls: Calls = [
         ("list_runs", {"limit": 10, "state": ["completed", "queued", "running"]}),
         ("show_run", {"run": "gpt"}),

@@ -255,7 +255,8 @@ def make_runs(root: Path) -> None:
     made.submit(1, 2, T0)
     for step in (10, 20, 30):
         made.commit(step, 1)
-    slurm: dict[str, Any] = {"resources": {"executor": "slurm", "partition": "a100"}}
+    where_to = {"partition": "a100", "account": "vision"}
+    slurm: dict[str, Any] = {"resources": {"executor": "slurm", **where_to}}
     slurm["tags"] = ["llm", "night"]
     made = RunFolder(root, "preempted", "7" * 32, slurm, created_by="eve")
     made.submit(1, 2, T0)
@@ -320,6 +321,8 @@ def world(home: Path, patched: pytest.MonkeyPatch) -> Iterator[World]:
     patched.setattr("holdfast.cli.serve.check_secrets", lambda *_: None)
     with serving(home, {}, start=lambda *_: {}) as one, one.client() as client:
         wait_for(lambda: one.services.watch.lag_s() is not None)
+        # The round after the first one knows which runs have no supervisor.
+        wait_for(lambda: "preempted" in {i["run"] for i in client.get("/api/v1/attention").json()})
         yield World(one, client)
 
 

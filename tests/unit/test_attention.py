@@ -294,3 +294,35 @@ def test_the_first_acknowledgement_counts_and_a_solved_problem_is_forgotten(
     assert RootAcknowledgements(tmp_path).get("/runs:storage_full") is None
     (tmp_path / FILE).write_text("not JSON")
     assert RootAcknowledgements(tmp_path).get("/runs:storage_full") is None
+
+
+def ended(**data: Any) -> Event:
+    facts = {"state": "lost", "started_at": 1.0, "ended_at": 40.0, "hosts": ["gpu-1", "gpu-2"]}
+    return event(50, EventKind.ATTEMPT_ENDED, **{**facts, **data})
+
+
+def test_a_dead_agent_is_named_until_the_next_attempt_is_submitted() -> None:
+    (found,) = findings(facts(ended(), state="waiting", is_supervised=False))
+    assert found["text"] == (
+        "the agent on gpu-1 of attempt 1 (2 nodes) is dead: no heartbeats since 00:00:40 UTC, "
+        "and no recorded outcome"
+    )
+    assert (found["kind"], found["level"], found["since"]) == ("silent", "bad", 40.0)
+    assert "Relaunch" in found["action"]
+    # A supervisor continues the run without a person.
+    (found,) = findings(facts(ended(), state="waiting"))
+    assert (found["level"], "supervisor starts the next" in found["action"]) == ("warn", True)
+    assert kinds(ended(), state="queued") == kinds(ended(), state="running") == []
+
+
+def test_an_attempt_that_ended_otherwise_has_no_dead_agent() -> None:
+    for state in ("completed", "preempted", "node_failed", "cancelled", "failed"):
+        assert kinds(ended(state=state), state="waiting") == []
+    assert kinds(ended(started_at=None), state="waiting") == []
+    assert kinds(ended(), ended(state="preempted", attempt=2), state="waiting") == []
+
+
+@pytest.mark.parametrize("at", [None, -1, 1e300, float("nan"), 10**400, "x"])
+def test_the_end_of_an_attempt_may_be_any_value(at: object) -> None:
+    (found,) = findings(facts(ended(ended_at=at, hosts={"a": 1}), state="waiting"))
+    assert "no heartbeats since 00:00:50 UTC" in found["text"]

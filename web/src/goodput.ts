@@ -21,3 +21,11 @@ export function readGoodput(given: unknown): Goodput | null {
     currency: typeof facts.currency === "string" ? facts.currency : null,
   } as Goodput;
 }
+
+/** What totals are grouped by, besides the user. */
+export const GROUPS = ["partition", "account", "tag"] as const;
+
+export type GroupBy = (typeof GROUPS)[number];
+
+export const groupOf = (given: unknown): GroupBy | undefined =>
+  GROUPS.find((one) => one === given);

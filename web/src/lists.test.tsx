@@ -3,7 +3,7 @@ import { fireEvent, screen, waitFor } from "@testing-library/react";
 import { describe, expect, it } from "vitest";
 import type { GoodputTotals, WaitingRun } from "./api/schema";
 import { line } from "./samples";
-import { button, openPage, rowsOf } from "./testbed";
+import { openPage, rowsOf } from "./testbed";
 
 const waiting = (fields: Partial<WaitingRun>): WaitingRun => ({
   run: "gpt", uid: "uid-gpt", state: "queued", user: "mia", partition: "a100", gpus: 8,
@@ -36,7 +36,7 @@ const totals = (gpu_hours: number): GoodputTotals => ({
 });
 
 describe("goodput and cost", () => {
-  it("are of the chosen user, partition and time, and by user or partition", async () => {
+  it("are of the chosen user, partition and time, and by user, partition, account or tag", async () => {
     const server = openPage("/goodput?user=mia&since=week", {
       "GET /runs": { items: [line("gpt")], next: null, unreadable: [] },
       "GET /goodput": totals(7),
@@ -48,7 +48,14 @@ describe("goodput and cost", () => {
       expect(server.requests(request).at(-1)?.query).toMatchObject(
         { user: "mia", created_within: "604800" });
     }
-    fireEvent.click(await button("Show by partition"));
+    const group = (by: string) =>
+      fireEvent.change(screen.getByLabelText("Group by"), { target: { value: by } });
+    group("tag");
+    await waitFor(() => expect(rowsOf("Goodput by tag")[0]).toMatch(/^no tag290/));
+    expect(screen.getByText(/several tags counts in the group of each/)).toBeTruthy();
+    group("account");
+    await waitFor(() => expect(rowsOf("Goodput by account")[0]).toMatch(/^default290/));
+    group("partition");
     await waitFor(() => expect(rowsOf("Goodput by partition")[0]).toMatch(/^default290/));
     fireEvent.change(screen.getByLabelText("Partition"), { target: { value: "a100" } });
     await waitFor(() => expect(server.requests("GET /goodput").at(-1)?.query).toMatchObject(

@@ -6,6 +6,7 @@ import {
   parseSearchWith,
 } from "@tanstack/react-router";
 import { curveSearch, runsOf, type CurveSearch } from "./curveView";
+import { groupOf, type GroupBy } from "./goodput";
 import { lazyView } from "./lazy";
 import { Problem } from "./parts/basics";
 import { NotFound } from "./pages/NotFound";
@@ -131,7 +132,7 @@ export interface GoodputSearch {
   partition?: string;
   since?: string;
   /** What the totals are grouped by, unless it is the user. */
-  by?: "partition";
+  by?: GroupBy;
 }
 
 const goodput = createRoute({
@@ -142,7 +143,7 @@ const goodput = createRoute({
     user: text(given.user),
     partition: text(given.partition),
     since: text(given.since),
-    by: given.by === "partition" ? "partition" : undefined,
+    by: groupOf(given.by),
   }),
 });
 

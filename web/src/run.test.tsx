@@ -2,7 +2,7 @@
 import { fireEvent, screen, waitFor } from "@testing-library/react";
 import { describe, expect, it, vi } from "vitest";
 import type { ActionDone, AttemptView, ConsumerView, OperatorRequest, Segment } from "./api/schema";
-import { attempt, ID, run } from "./samples";
+import { attempt, ID, problemOf, run } from "./samples";
 import { begin, button, openPage, problem, rowsOf, SESSION, stream, type Server } from "./testbed";
 
 const at = (minute: number) => `2026-01-01T10:${String(minute).padStart(2, "0")}:00Z`;
@@ -116,6 +116,14 @@ describe("the attempts of a run", () => {
 });
 
 describe("the warnings of a run", () => {
+  it("name a dead agent and what helps", async () => {
+    openPage("/runs/gpt", { "GET /runs/gpt": run({}), "GET /attention": [
+      problemOf("silent", { text: "the agent on gpu-1 of attempt 1 is dead", action: "Relaunch" }),
+    ] });
+    expect((await screen.findByText(/agent on gpu-1/)).textContent).toBe(
+      "the agent on gpu-1 of attempt 1 is dead. What helps: Relaunch.");
+  });
+
   it("name a missing supervisor, a missing folder and failed saves", async () => {
     openPage("/runs/gpt", { "GET /runs/gpt": run({
       on_disk: false,

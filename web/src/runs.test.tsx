@@ -168,11 +168,11 @@ describe("what needs attention", () => {
   it("is on top, and is named in the run's row", async () => {
     openPage("/", { "GET /runs": page([GPT, VIT]), "GET /attention": [
       problemOf("unsupervised", { text: "no supervisor is running", action: "Relaunch it" }),
-      problemOf("node_slow", { level: "warn" })] });
+      problemOf("silent", { level: "warn" }), problemOf("node_slow", { level: "warn" })] });
     expect((await block()).textContent).toMatch(
-      /^Needs attention: 1 urgent, 1 to watchno supervisorgpt: no supervisor is running/);
+      /^Needs attention: 1 urgent, 2 to watchno supervisorgpt: no supervisor is running/);
     expect((await block()).textContent).toContain("What helps: Relaunch it.");
-    await waitFor(() => expect(runs()[0]).toMatch(/^runningno supervisorgpt/));
+    await waitFor(() => expect(runs()[0]).toMatch(/^runningno supervisorno heartbeatsgpt/));
     expect(runs()[1]).toMatch(/^failedvit/);
   });
 

@@ -65,7 +65,7 @@ describe("the tags and the note of a run", () => {
   it("are under its name, and lead to the runs with the tag", async () => {
     const server = openPage("/runs/gpt", { "GET /runs/gpt": NOTED, "GET /runs": page([GPT]) });
     expect((await screen.findByText(/bad data/)).textContent).toBe("bad data\nsee wiki");
-    expect(screen.getByText(/^ben,/)).toBeTruthy();
+    expect(screen.getByText("ben")).toBeTruthy();
     fireEvent.click(screen.getByRole("link", { name: "llm" }));
     await waitFor(() =>
       expect(server.requests("GET /runs").at(-1)?.query.tag).toBe("llm"));

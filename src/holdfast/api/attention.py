@@ -1,9 +1,9 @@
 """What needs a person: live runs without a supervisor, that hang or fail again and again, and more.
 
-The index knows what a run's processes wrote. A process that was killed writes nothing, so the
-supervisor's lock and the heartbeats are read from disk. All clients share one answer, which is at
-most `FRESH_S` old. While one request renews it, the others get the last one, unless that is
-`STALE_S` old. `findings` judges what the journals say.
+The index knows what a run's processes wrote. A process that was killed writes nothing, so the watch
+looks for the `signs` of its life. All clients share one answer, which is at most `FRESH_S` old, and
+newer than the last change of these signs. While one request renews it, the others get the last one,
+unless that is `STALE_S` old. `findings` judges what the journals say.
 """
 
 from __future__ import annotations
@@ -25,38 +25,36 @@ from holdfast.api.capacity import find_full_roots
 from holdfast.api.findings import (
     PROTECTION,
     QUEUE,
+    RELAUNCH,
     SAVES,
     Finding,
     RunFacts,
     advice,
+    agent_on,
+    clock_time,
     finding,
     findings,
     pending_reason,
     waiting_since,
 )
 from holdfast.api.schemas import Acknowledged, AttentionItem, WaitingRun
+from holdfast.api.signs import LifeSigns
 from holdfast.api.steering import read_supervision
 from holdfast.api.store import STEERING, IndexStore
+from holdfast.api.watch import Watch
+from holdfast.contracts.disk.filesystems import is_there
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError, NotFoundError
 from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.records.alerts import KINDS
-from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.states import RunState
 from holdfast.lineage.queries.views import RunRow, iso
-from holdfast.workers.nodes.heartbeats import (
-    BEATS_MISSED_MAX,
-    heartbeat_stamp,
-    live_step,
-    read_heartbeats,
-)
+from holdfast.workers.nodes.heartbeats import live_step, read_heartbeats
 
 FRESH_S: Final = 2.0
 STALE_S: Final = 10.0
-# Beside the missed heartbeats, for the way of a file through shared storage.
-BEAT_EXTRA_S: Final = 1.0
 # With thousands of live runs, the first looks read a part of their journals each.
 READ_S: Final = 0.3
 ITEMS_MAX: Final = 200
@@ -67,7 +65,7 @@ _LEVELS: Final = ("bad", "warn")
 
 @dataclass
 class _Known:
-    """What is known of a live run: its events up to `updated_at`, and its newest heartbeat."""
+    """What is known of a live run: its events up to `updated_at`."""
 
     checkpointing: Checkpointing | None
     updated_at: str = ""
@@ -78,44 +76,44 @@ class _Known:
     protection: Sequence[Event] = ()
     steering: Sequence[Event] = ()
     acknowledged: dict[str, Acknowledged] = field(default_factory=dict)
-    stamp: tuple[object, ...] = ()
-    # By the monotonic clock of this host, because another host's clock wrote the heartbeat.
-    heard_at: float = 0.0
-    every_s: float = 0.0
-    # Unix seconds: when this server last saw a supervisor.
-    supervised_at: float | None = None
 
 
 class Attention:
     """Computes the list for all clients. Thread-safe."""
 
-    def __init__(self, store: IndexStore, roots: tuple[Path, ...], folder: Path) -> None:
+    def __init__(
+        self, store: IndexStore, watch: Watch, roots: tuple[Path, ...], folder: Path
+    ) -> None:
         """Keep the acknowledgements of the roots' problems in `folder`."""
-        self._store, self._roots = store, roots
+        self._store, self._watch, self._roots = store, watch, roots
         self._lock = threading.Lock()
         self._known: dict[str, _Known] = {}
         self._rows: list[RunRow] = []
         self._items: list[AttentionItem] = []
-        self._looked_at = float("-inf")
+        self._looked_at, self._turns = float("-inf"), 0
         self._of_roots = RootAcknowledgements(folder)
         # Those that the index does not have yet, by the item's id.
         self._new: dict[str, Acknowledged] = {}
 
     def items(self) -> list[AttentionItem]:
         """Return what needs a person, the most severe and oldest first. Raises `LineageError`."""
-        now = time.monotonic()
-        age_s = now - self._looked_at
-        if age_s < FRESH_S:
+        if self._is_fresh():
             return self._items
-        if not self._lock.acquire(blocking=age_s >= STALE_S):
+        if not self._lock.acquire(blocking=time.monotonic() - self._looked_at >= STALE_S):
             return self._items
         try:
-            if now - self._looked_at >= FRESH_S:
-                self._items = self._look(now)[:ITEMS_MAX]
+            if not self._is_fresh():
+                # Before the look, because the watch may find something meanwhile.
+                self._turns = self._watch.turns
+                self._items = self._look()[:ITEMS_MAX]
                 self._looked_at = time.monotonic()
             return self._items
         finally:
             self._lock.release()
+
+    def _is_fresh(self) -> bool:
+        is_recent = time.monotonic() - self._looked_at < FRESH_S
+        return is_recent and self._turns == self._watch.turns
 
     def queue(self) -> list[WaitingRun]:
         """Return the runs that wait for GPUs, longest first. Raises `LineageError`."""
@@ -151,7 +149,7 @@ class Attention:
             self._items = sorted(shown, key=_urgency)
         return item.model_copy(update={"acknowledged": done})
 
-    def _look(self, now: float) -> list[AttentionItem]:
+    def _look(self) -> list[AttentionItem]:
         rows = self._store.live_runs()
         known = {row["uid"]: self._known.get(row["uid"]) for row in rows}
         new = [uid for uid, one in known.items() if one is None]
@@ -160,35 +158,39 @@ class Attention:
             uid: one or _Known(_checkpointing(sections.get(uid))) for uid, one in known.items()
         }
         self._rows = rows
-        found = [item for row in rows for item in self._of_known(row, now)]
+        # After the queries, so that a slow database cannot use up the time of all looks.
+        read_until = time.monotonic() + READ_S
+        found = [item for row in rows for item in self._of_known(row, read_until)]
         found += self._of_storage(rows)
         kept = {item.id for item in found}
         self._new = {name: done for name, done in self._new.items() if name in kept}
         return sorted(found, key=_urgency)
 
-    def _of_known(self, row: RunRow, now: float) -> list[AttentionItem]:
+    def _of_known(self, row: RunRow, read_until: float) -> list[AttentionItem]:
         try:
-            return list(self._of_run(row, now))
+            return list(self._of_run(row, read_until))
         except NotFoundError:
             # The run was deleted since the list of live runs was read.
             return []
 
-    def _of_run(self, row: RunRow, now: float) -> Iterable[AttentionItem]:
+    def _of_run(self, row: RunRow, read_until: float) -> Iterable[AttentionItem]:
         uid = row["uid"]
         known, paths = self._known[uid], RunPaths(Path(row["path"]))
         is_new = (known.updated_at, known.state) != (row["updated_at"], row["state"])
-        if is_new and time.monotonic() < now + READ_S:
+        if is_new and time.monotonic() < read_until:
             self._read_events(row, known)
         if not known.updated_at:
             return
-        try:
-            found = [*self._unsupervised(row, paths, known), *self._silent(row, paths, known, now)]
+        found: list[Finding] = []
+        step = None
+        # The list of runs says which folders cannot be read.
+        with contextlib.suppress(OSError, HoldfastError):
+            if signs := self._watch.signs(uid):
+                found += [*_unsupervised(row, paths, known, signs), *_silent(row, paths, signs)]
             step = live_step(paths)
-        except (OSError, HoldfastError):
-            # The list of runs says which folders cannot be read.
-            found, step = [], None
-        is_silent = any(one["kind"] == "silent" for one in found)
-        told = findings(_facts(row, known, step))
+        kinds = {one["kind"] for one in found}
+        is_silent, is_supervised = "silent" in kinds, "unsupervised" not in kinds
+        told = findings(_facts(row, known, step, is_supervised=is_supervised))
         found += [one for one in told if not (is_silent and one["kind"] == "node_silent")]
         for one in found:
             identity = ":".join((uid, one["kind"], one["mark"]))
@@ -204,46 +206,6 @@ class Attention:
         known.alerts, known.steering, lines, known.queue, known.saves, known.protection = found
         known.acknowledged = acknowledged_in(lines)
         known.updated_at, known.state = row["updated_at"], row["state"]
-
-    def _unsupervised(self, row: RunRow, paths: RunPaths, known: _Known) -> list[Finding]:
-        if is_supervised(paths.flow_lock) is not False:
-            known.supervised_at = time.time()
-            return []
-        supervision = read_supervision(
-            paths, known.steering, row["created_at"], known.supervised_at
-        )
-        if supervision.is_alive is not False:
-            return []
-        last = f"; the last one ran on {supervision.host}" if supervision.host else ""
-        text = f"no supervisor is running, so the run does not continue after a failure{last}"
-        action = "Relaunch starts a new supervisor"
-        if supervision.is_remote:
-            action = f"check {supervision.host}, whose lock may not be visible here, then Relaunch"
-        starts = [event.time for event in known.steering if event.kind is EventKind.SUPERVISED]
-        mark = max(starts, default=0.0)
-        since = known.supervised_at
-        return [finding("unsupervised", "bad", text, since, action, mark=mark)]
-
-    def _silent(self, row: RunRow, paths: RunPaths, known: _Known, now: float) -> list[Finding]:
-        """Report an attempt that runs by the index, and whose agent writes no more heartbeats."""
-        newest = max((one.number for one in paths.list_attempts()), default=None)
-        if row["state"] != RunState.RUNNING or newest is None:
-            return []
-        attempt = paths.attempt(newest)
-        if attempt.outcome.exists():
-            return []
-        stamp = heartbeat_stamp(attempt)
-        if stamp != known.stamp:
-            beats = read_heartbeats(attempt)
-            known.stamp, known.heard_at = stamp, now
-            known.every_s = beats[0].every_s if beats else 0.0
-        silent_s = now - known.heard_at
-        if not known.every_s or silent_s <= BEATS_MISSED_MAX * known.every_s + BEAT_EXTRA_S:
-            return []
-        text = f"attempt {newest} sends no heartbeats; its agent or its node may be gone"
-        action = "check the node; Relaunch continues from the newest checkpoint"
-        since = time.time() - silent_s
-        return [finding("silent", "bad", text, since, action, mark=newest)]
 
     def _of_storage(self, rows: Sequence[RunRow]) -> list[AttentionItem]:
         """Report roots, of this server and of live runs, whose file system is nearly full."""
@@ -263,6 +225,39 @@ class Attention:
         return items
 
 
+def _unsupervised(row: RunRow, paths: RunPaths, known: _Known, signs: LifeSigns) -> list[Finding]:
+    if not signs.is_unsupervised:
+        return []
+    since = signs.supervised_at
+    supervision = read_supervision(paths, known.steering, row["created_at"], since)
+    if supervision.is_alive is not False:
+        return []
+    host, pid = supervision.host, supervision.pid
+    last = f"; the last one, process {pid} on {host}, is gone" if host else ""
+    text = f"no supervisor is running, so the run does not continue after a failure{last}"
+    action = "Relaunch starts a new supervisor"
+    if supervision.is_remote:
+        action = f"check {host}, whose lock may not be visible here, then Relaunch"
+    starts = [event.time for event in known.steering if event.kind is EventKind.SUPERVISED]
+    mark = max(starts, default=0.0)
+    return [finding("unsupervised", "bad", text, since, action, mark=mark)]
+
+
+def _silent(row: RunRow, paths: RunPaths, signs: LifeSigns) -> list[Finding]:
+    """Report an attempt that runs by the index, and whose agent writes no more heartbeats."""
+    number = signs.attempt
+    if row["state"] != RunState.RUNNING or not signs.is_silent or number is None:
+        return []
+    attempt = paths.attempt(number)
+    # An agent that ends by itself leaves an outcome before its last heartbeat.
+    if is_there(attempt.outcome):
+        return []
+    agent = agent_on([beat.host for beat in read_heartbeats(attempt)], attempt=number)
+    since = time.time() - signs.silent_s
+    text = f"{agent} has sent no heartbeats since {clock_time(since)}, so it or its host is dead"
+    return [finding("silent", "bad", text, since, RELAUNCH, mark=number)]
+
+
 def _checkpointing(section: Any) -> Checkpointing | None:
     """Return the `checkpoint` section of a spec; None if this version cannot read it."""
     # A newer version may have recorded keys that this one cannot read, see decision 44.
@@ -277,7 +272,7 @@ def _read_checkpointing(section: str) -> Checkpointing:
     return Checkpointing.read(json.loads(section))
 
 
-def _facts(row: RunRow, known: _Known, step: int | None) -> RunFacts:
+def _facts(row: RunRow, known: _Known, step: int | None, *, is_supervised: bool) -> RunFacts:
     checkpointing = known.checkpointing
     return RunFacts(
         state=row["state"],
@@ -290,6 +285,7 @@ def _facts(row: RunRow, known: _Known, step: int | None) -> RunFacts:
         protection=known.protection,
         committed_at=unix_time(row["committed_at"]),
         step=step,
+        is_supervised=is_supervised,
         has_mirror=bool(checkpointing and checkpointing.mirror),
         interval_s=_interval_s(checkpointing),
     )

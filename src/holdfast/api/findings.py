@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypedDict
 
+from holdfast.contracts.disk.bounds import TIME_MAX
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.protection import (
@@ -37,6 +39,8 @@ LATE_S: Final = 600.0
 GAPS_MAX: Final = 10
 # Of one journal line.
 HOSTS_MAX: Final = 16
+
+RELAUNCH: Final = "check that host; Relaunch continues from the newest checkpoint"
 
 _BAD_ENDINGS: Final = frozenset({"crashed", "hung"})
 _LIMITS: Final = {
@@ -98,6 +102,7 @@ class RunFacts:
     protection: Sequence[Event] = ()
     committed_at: float | None = None
     step: int | None = None
+    is_supervised: bool = True
     has_mirror: bool = False
     interval_s: float | None = None
 
@@ -123,6 +128,7 @@ def findings(facts: RunFacts) -> list[Finding]:
     found = [
         *hung,
         *_loop(facts.alerts, facts.step),
+        *_dead_agent(facts),
         *_nodes(facts),
         *_protection(facts),
         *_saves(facts.alerts, facts.committed_at),
@@ -221,6 +227,40 @@ def _nodes(facts: RunFacts) -> Iterable[Finding]:
     if link is not None:
         action = "check the network between the nodes, and the storage of the data"
         yield finding("link_slow", "warn", str(link.data.get("text")), link.time, action)
+
+
+def _dead_agent(facts: RunFacts) -> Iterable[Finding]:
+    """Report that the last attempt ended because its agent was killed, until the next one."""
+    ended = [event for event in facts.queue if event.kind is EventKind.ATTEMPT_ENDED]
+    if facts.state != RunState.WAITING or not ended:
+        return
+    data, number = ended[-1].data, ended[-1].data.get("attempt")
+    # Without a start, the job ended before its agent began.
+    if data.get("state") != AttemptState.LOST or data.get("started_at") is None:
+        return
+    since, last = ended[-1].time, data.get("ended_at")
+    if isinstance(last, int | float) and 0 <= last <= TIME_MAX:
+        since = float(last)
+    hosts = data.get("hosts")
+    agent = agent_on(hosts if isinstance(hosts, list) else (), attempt=number)
+    text = f"{agent} is dead: no heartbeats since {clock_time(since)}, and no recorded outcome"
+    if facts.is_supervised:
+        action = "the supervisor starts the next attempt; check that host if this happens again"
+        yield finding("silent", "warn", text, since, action, mark=number)
+    else:
+        yield finding("silent", "bad", text, since, RELAUNCH, mark=number)
+
+
+def agent_on(hosts: Sequence[object], *, attempt: object) -> str:
+    """Return words for the agent that leads an attempt on `hosts`; the first of them leads."""
+    on = f" on {hosts[0]}" if hosts else ""
+    of = f" ({len(hosts)} nodes)" if len(hosts) > 1 else ""
+    return f"the agent{on} of attempt {attempt}{of}"
+
+
+def clock_time(at: float) -> str:
+    """Return the time of day of `at`, which is in Unix seconds."""
+    return time.strftime("%H:%M:%S UTC", time.gmtime(at))
 
 
 def _protection(facts: RunFacts) -> Iterable[Finding]:

@@ -81,7 +81,7 @@ class Services:
 
     def __post_init__(self) -> None:
         self.sessions = Sessions(self.tokens)
-        self.attention = Attention(self.store, self.roots, self.tokens.path.parent)
+        self.attention = Attention(self.store, self.watch, self.roots, self.tokens.path.parent)
 
 
 def services_of(request: Request) -> Services:

@@ -1,8 +1,9 @@
 """The watch: updates the index from disk while the server runs, and publishes the changes.
 
 One thread checks the runs' folders for changes, which takes a few `stat` calls per run, and
-ingests the runs that changed. It checks live runs in every round and `QUIET_PER_ROUND_MAX` of
-the others. A second thread reconciles live runs with disk and scheduler, which may be slow.
+ingests the runs that changed. It checks live runs in every round, with their `signs` of life, and
+`QUIET_PER_ROUND_MAX` of the others. A second thread reconciles live runs with disk and scheduler,
+which may be slow.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 from holdfast.api.hub import Hub
 from holdfast.api.problems import LOG
+from holdfast.api.signs import LifeSigns
 from holdfast.api.store import IndexStore
 from holdfast.contracts.disk.bounds import STEP_MAX
 from holdfast.contracts.disk.journal import Event, read_journal
@@ -66,7 +68,7 @@ class _Seen:
 
     paths: RunPaths
     stamp: Stamp | None = None
-    beat: tuple[object, ...] = ()
+    signs: LifeSigns = field(default_factory=LifeSigns)
     is_live: bool = True
     ref: RunRef | None = None
     offsets: dict[Path, int] = field(default_factory=dict)
@@ -81,11 +83,17 @@ class Watch:
         self._store, self._hub, self._roots = store, hub, roots
         self._runs: dict[Path, _Seen] = {}
         self._paces: dict[str, LivePace] = {}
+        self._signs: dict[str, LifeSigns] = {}
+        # Grows whenever a process of a run is found missing, or is seen again.
+        self.turns = 0
         self._quiet: list[Path] = []
         self._asked_elsewhere = -ELSEWHERE_S
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._urgent: set[Path] = set()
+        # Live runs to reconcile before their turn.
+        self._doubted: set[Path] = set()
+        self._doubt = threading.Event()
         self._files = store.index.files
         self._threads: list[threading.Thread] = []
         self._began = time.monotonic()
@@ -104,6 +112,7 @@ class Watch:
         """Stop both threads; wait up to `JOIN_S` seconds for each."""
         self._stop.set()
         self._wake.set()
+        self._doubt.set()
         for thread in self._threads:
             thread.join(JOIN_S)
 
@@ -122,6 +131,10 @@ class Watch:
     def pace(self, uid: str) -> LivePace | None:
         """Return a live run's progress, or None if it is not live or has no heartbeat yet."""
         return self._paces.get(uid)
+
+    def signs(self, uid: str) -> LifeSigns | None:
+        """Return a live run's signs of life, or None before its first check."""
+        return self._signs.get(uid)
 
     def unreadable(self) -> dict[Path, str]:
         """Return the runs' folders that could not be read at the last check, with the reasons."""
@@ -234,7 +247,7 @@ class Watch:
             self._ingest(seen)
             seen.stamp = stamp
         if seen.is_live:
-            self._publish_beat(seen)
+            self._look_for_life(seen)
         self.problems.pop(str(paths.directory), None)
 
     def _note_problem(self, one: Visit[None]) -> None:
@@ -260,8 +273,12 @@ class Watch:
         self.problems.pop("database", None)
         seen.ref = ref = self._store.by_folder(seen.paths.directory)
         seen.is_live = ref.state.is_live
-        if not seen.is_live:
+        if seen.is_live:
+            self._signs[ref.uid] = seen.signs
+        else:
             self._paces.pop(ref.uid, None)
+            self._signs.pop(ref.uid, None)
+            seen.signs = LifeSigns()
         facts = {"run": ref.run, "uid": ref.uid, "state": str(ref.state)}
         secrets = self._store.secrets(ref.uid) if lines else ()
         for journal, attempt, event in lines:
@@ -273,6 +290,19 @@ class Watch:
             self._hub.publish("journal", {**facts, **line}, ref.uid)
         if is_news or ref.state.is_live:
             self._hub.publish("run", facts, ref.uid)
+
+    def _look_for_life(self, seen: _Seen) -> None:
+        """Look for the supervisor and the agents, and publish that one is missing or is back."""
+        signs, before, was_late = seen.signs, seen.signs.missing, seen.signs.is_late
+        signs.probe(seen.paths.flow_lock, time.monotonic())
+        self._publish_beat(seen)
+        if signs.is_late and not was_late:
+            self._doubted.add(seen.paths.directory)
+            self._doubt.set()
+        if seen.ref is not None and signs.missing != before:
+            self.turns += 1
+            facts = {"run": seen.ref.run, "uid": seen.ref.uid, "state": str(seen.ref.state)}
+            self._hub.publish("run", facts, seen.ref.uid)
 
     def _publish_beat(self, seen: _Seen) -> None:
         """Publish the progress of the live attempt if node 0 has written a new heartbeat."""
@@ -300,9 +330,17 @@ class Watch:
         self._hub.publish("beat", data, seen.ref.uid)
 
     def _reconcile(self) -> None:
-        while not self._stop.wait(RECONCILE_S):
+        """Reconcile all live runs every `RECONCILE_S`, and one whose heartbeat is late at once."""
+        due = time.monotonic() + RECONCILE_S
+        while not self._stop.is_set():
+            self._doubt.wait(max(0.0, due - time.monotonic()))
+            self._doubt.clear()
+            doubted, self._doubted = self._doubted, set()
+            is_due = time.monotonic() >= due
+            due = time.monotonic() + RECONCILE_S if is_due else due
             live = [seen.paths for seen in list(self._runs.values()) if seen.is_live]
-            for one in visit(live, self._reconcile_own):
+            chosen = [paths for paths in live if is_due or paths.directory in doubted]
+            for one in visit(chosen, self._reconcile_own):
                 if one.error is not None:
                     problem = plain_line(one.reason)[:PROBLEM_CHARACTERS_MAX]
                     LOG.warning("%s: cannot reconcile: %s", plain_line(one.paths.name), problem)
@@ -316,13 +354,13 @@ class Watch:
 def _new_beat(seen: _Seen, attempt: int) -> NodeBeat | None:
     """Return node 0's heartbeat if it changed since the last call, and is valid."""
     paths = seen.paths.attempt(attempt)
-    if (stamp := heartbeat_stamp(paths)) == seen.beat:
+    if not seen.signs.hear(attempt, heartbeat_stamp(paths), time.monotonic()):
         return None
     beats = read_heartbeats(paths)
-    if not beats or beats[0].node != 0:
+    if not beats:
         return None
-    seen.beat = stamp
-    return beats[0]
+    seen.signs.every_s = beats[0].every_s
+    return beats[0] if beats[0].node == 0 else None
 
 
 def pace_of(beat: NodeBeat) -> LivePace:

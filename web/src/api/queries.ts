@@ -3,7 +3,7 @@ import {
   keepPreviousData, queryOptions, useInfiniteQuery, useQueries, useQuery,
 } from "@tanstack/react-query";
 import { BASE, get, withQuery } from "./client";
-import { readGoodput } from "../goodput";
+import { readGoodput, type GroupBy } from "../goodput";
 import { isLive } from "../states";
 import { pollMs } from "./live";
 import type {
@@ -258,8 +258,8 @@ export const useGoodputTotals = (where: RunWhere = {}) =>
     refetchInterval,
   });
 
-/** The totals by user or partition. */
-export const useGoodputGroups = (where: RunWhere, by: "user" | "partition") =>
+/** The totals by user, partition, account or tag. */
+export const useGoodputGroups = (where: RunWhere, by: GroupBy | "user") =>
   useQuery({
     queryKey: ["goodput", "groups", where, by],
     queryFn: () => get<GoodputGroup[]>(withQuery("/goodput/groups", { ...where, by })),

@@ -425,7 +425,7 @@ export interface Forked {
   pid?: number | null;
 }
 
-/** The totals of one user or partition; `name` is null for Slurm's default partition. */
+/** The totals of one user, partition, account or tag. `name` is null for Slurm's default partition or account, and for the runs without a tag. */
 export interface GoodputGroup {
   name: string | null;
   totals: GoodputTotals;

@@ -6,6 +6,7 @@ import {
 } from "../api/queries";
 import type { Goodput, Money, RunRow } from "../api/types";
 import { count, decimal, money as priceOf, percent, span } from "../format";
+import { groupOf, GROUPS } from "../goodput";
 import { GoodputBar, PartLegend } from "../parts/bars";
 import { Empty, Facts, Loaded, State, useTitle } from "../parts/basics";
 import { filterOf, isFiltered, pairs, Pick, SINCE } from "../parts/RunFilters";
@@ -65,7 +66,9 @@ function Filters() {
   );
 }
 
-/** The totals by user or partition. */
+const HEADERS = { user: "User", partition: "Partition", account: "Account", tag: "Tag" } as const;
+
+/** The totals by user, partition, account or tag. */
 function Groups({ where }: { where: RunWhere }) {
   const { by = "user" } = useSearch({ from: "/goodput" });
   const navigate = useNavigate({ from: "/goodput" });
@@ -73,18 +76,21 @@ function Groups({ where }: { where: RunWhere }) {
     <section className="section">
       <div className="section-head">
         <h2>By {by}</h2>
-        <button type="button" className="plain" onClick={() => void navigate({
-          search: (old) => ({ ...old, by: by === "user" ? "partition" as const : undefined }) })}>
-          Show by {by === "user" ? "partition" : "user"}
-        </button>
+        <div className="toolbar">
+          <Pick label="Group by" usual="user" value={groupOf(by)} values={pairs([...GROUPS])}
+            pick={(next) => void navigate({ search: (old) => ({ ...old, by: groupOf(next) }) })} />
+        </div>
       </div>
+      {by === "tag" ? (
+        <p className="muted">A run with several tags counts in the group of each.</p>
+      ) : null}
       <Loaded query={useGoodputGroups(where, by)}>
         {(groups) => (
           <div className="table-wrap" tabIndex={0} role="region" aria-label={`Goodput by ${by}`}>
             <table>
               <thead>
                 <tr>
-                  <th scope="col">{by === "user" ? "User" : "Partition"}</th>
+                  <th scope="col">{HEADERS[by]}</th>
                   <th scope="col" className="number">Runs</th>
                   <th scope="col" className="wide-only">Use of time</th>
                   <th scope="col" className="number">Goodput</th>
@@ -96,7 +102,8 @@ function Groups({ where }: { where: RunWhere }) {
               <tbody>
                 {groups.map(({ name, totals }) => (
                   <tr key={name ?? ""}>
-                    <td>{name ?? <span className="muted">default</span>}</td>
+                    <td>{name ? <bdi>{name}</bdi>
+                      : <span className="muted">{by === "tag" ? "no tag" : "default"}</span>}</td>
                     <td className="number">{count(totals.runs)}</td>
                     <td className="wide-only">
                       <GoodputBar parts={{ ...totals, ettr: totals.ettr ?? 0 }} />

@@ -2,12 +2,12 @@
 import { useNavigate, useSearch, Link } from "@tanstack/react-router";
 import type { ColumnDef } from "@tanstack/react-table";
 import { useCallback, useMemo } from "react";
-import { useAttention, useRuns, type Sort } from "../api/queries";
+import { useRuns, type Sort } from "../api/queries";
 import { useMayAct } from "../api/session";
 import type { RunRow, UnreadableRun } from "../api/types";
 import { lazyView } from "../lazy";
 import { count, figure, money, percent, when } from "../format";
-import { Attention, kindWords } from "../parts/Attention";
+import { Attention, Problems } from "../parts/Attention";
 import { GoodputBar, Progress, Spark } from "../parts/bars";
 import { Copy, Empty, Loaded, State, Time, useTitle } from "../parts/basics";
 import { filterOf, isFiltered, RunFilters } from "../parts/RunFilters";
@@ -37,24 +37,12 @@ function Name({ run }: { run: RunRow }) {
   );
 }
 
-/** The state by the index, and what the server found on disk that contradicts it. */
-function RunState({ run }: { run: RunRow }) {
-  const found = useAttention().data?.filter((one) => one.uid === run.uid && one.level === "bad");
-  // Several nodes of one run may be silent.
-  const kinds = new Map(found?.map((one) => [one.kind, one.text]));
-  return (
-    <>
-      <State state={run.state} />
-      {[...kinds].map(([kind, text]) => (
-        <div key={kind} title={text}><State state="silent">{kindWords(kind)}</State></div>
-      ))}
-    </>
-  );
-}
-
 const COLUMNS: ColumnDef<RunRow, unknown>[] = [
   { id: "state", header: "State", accessorKey: "state",
-    cell: ({ row: { original } }) => <RunState run={original} /> },
+    // The state by the index, and what the server found on disk that contradicts it.
+    cell: ({ row: { original: run } }) => (
+      <><State state={run.state} /><Problems uid={run.uid} /></>
+    ) },
   { id: "run", header: "Run", accessorKey: "run",
     cell: ({ row: { original } }) => <Name run={original} /> },
   { id: "step", header: "Progress", accessorKey: "step",

@@ -24,6 +24,17 @@ export const kindWords = (kind: string): string => KIND_WORDS[kind] ?? plain(kin
 
 const toneOf = (item: AttentionItem): string => (item.level === "bad" ? "silent" : "stopping");
 
+/** The problems that are named beside a run's state: the urgent ones, and a dead agent. */
+export function Problems({ uid }: { uid: string }) {
+  const found = useAttention().data?.filter((one) =>
+    one.uid === uid && (one.level === "bad" || one.kind === "silent"));
+  // Several nodes of one run may be silent.
+  const kinds = new Map(found?.map((one) => [one.kind, one.text]));
+  return [...kinds].map(([kind, text]) => (
+    <div key={kind} title={text}><State state="silent">{kindWords(kind)}</State></div>
+  ));
+}
+
 function acknowledgeOf(item: AttentionItem): Action {
   return {
     word: "Acknowledge",
@@ -64,7 +75,8 @@ function Line({ item, mayAct }: { item: AttentionItem; mayAct: boolean }) {
         {item.since ? <span className="muted"> · <Time at={item.since} /></span> : null}
         {done ? (
           <div className="second muted">
-            Acknowledged by {done.by}, <Time at={done.at} />{done.note ? `: ${done.note}` : ""}
+            Acknowledged by <bdi>{done.by}</bdi>, <Time at={done.at} />
+            {done.note ? <>: <bdi>{done.note}</bdi></> : null}
           </div>
         ) : <Help item={item} />}
       </div>

@@ -87,8 +87,10 @@ function Choice({ name, ...rest }: { name: Named; label: string; values: [string
   );
 }
 
-export function Pick({ label, values, value = "", pick }: {
+export function Pick({ label, values, value = "", usual = "all", pick }: {
   label: string;
+  /** The word for no choice. */
+  usual?: string;
   values: [string, string][];
   value: string | undefined;
   pick: (value: string | undefined) => void;
@@ -99,7 +101,7 @@ export function Pick({ label, values, value = "", pick }: {
     <label>
       {label}
       <select value={value} onChange={(event) => pick(event.target.value || undefined)}>
-        <option value="">all</option>
+        <option value="">{usual}</option>
         {known ? null : <option value={value}>{value}</option>}
         {values.map(([one, words]) => <option key={one} value={one}>{words}</option>)}
       </select>

@@ -45,7 +45,7 @@ export function Note({ of: { note, note_by, note_at } }: { of: Noted }) {
     <div className="note">
       {/* A long note scrolls, so the keyboard must reach it. */}
       <div dir="auto" tabIndex={0} role="group" aria-label="Note" className="text">{note}</div>
-      <span className="muted">{note_by ?? "unknown"}, <Time at={note_at} /></span>
+      <span className="muted"><bdi>{note_by ?? "unknown"}</bdi>, <Time at={note_at} /></span>
     </div>
   );
 }

@@ -141,7 +141,11 @@ def list_goodput_groups(
     where: Where,
     by: Annotated[totals.GroupBy, Query(description="What the runs are grouped by")] = "user",
 ) -> list[totals.GoodputGroup]:
-    """Return the goodput and cost of all matching runs by user or partition."""
+    """Return the goodput and cost of all matching runs by user, partition, account or tag.
+
+    A run with several tags counts in the group of each, so these groups may add up to more than
+    the total.
+    """
     return services_of(request).store.goodput_groups(where, by)
 
 

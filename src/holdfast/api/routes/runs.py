@@ -111,6 +111,8 @@ def show_run(request: Request, run: RunId) -> RunDetail:
     store, shown = services.store, services.store.show_run(run)
     uid, is_live = shown["uid"], RunState(shown["state"]).is_live
     paths, pace = store.find_run(uid).paths, services.watch.pace(uid)
+    signs = services.watch.signs(uid)
+    seen_at = signs.supervised_at if signs else None
     alerts, steering = store.alert_events(uid), store.steering_events(uid)
     detail: dict[str, Any] = {
         **shown,
@@ -120,7 +122,9 @@ def show_run(request: Request, run: RunId) -> RunDetail:
         "steps_total": steps_total(shown["spec"].get("config") or {}) or declared_steps(paths),
         "live_step": live_step(paths) if is_live else None,
         "step_s": pace.step_s if pace else None,
-        "supervision": read_supervision(paths, steering, shown["created_at"]) if is_live else None,
+        "supervision": (
+            read_supervision(paths, steering, shown["created_at"], seen_at) if is_live else None
+        ),
         "requests": requests_in(steering, shown),
         "unprotected": _unprotected(store, shown),
         "saves_by_holdfast": saves_by_holdfast(trained_in_view(shown)),

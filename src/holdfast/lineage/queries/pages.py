@@ -190,6 +190,11 @@ def partition_column() -> Any:
     return RUNS.c.spec["resources"]["partition"].as_string()
 
 
+def account_column() -> Any:
+    """Return the Slurm account of a run's spec, which is NULL for the user's default."""
+    return RUNS.c.spec["resources"]["account"].as_string()
+
+
 def _each_tag(connection: Connection) -> Any:
     """Return a column with each tag of a run, of a function's table."""
     is_sqlite = connection.dialect.name == "sqlite"

@@ -17,7 +17,12 @@ from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.queries import reports, views
 from holdfast.lineage.queries.cursors import PAGE_DEFAULT, RowOrder, RowPage, fetch_page
 from holdfast.lineage.queries.find import Row, rows_of, run_row
-from holdfast.lineage.queries.pages import RunFilter, partition_column, wanted_runs
+from holdfast.lineage.queries.pages import (
+    RunFilter,
+    account_column,
+    partition_column,
+    wanted_runs,
+)
 
 # Queries for a run's metrics and its speed, by launch.
 
@@ -225,11 +230,14 @@ class GoodputTotals(TypedDict):
     money: list[Money]
 
 
-GroupBy = Literal["user", "partition"]
+GroupBy = Literal["user", "partition", "account", "tag"]
 
 
 class GoodputGroup(TypedDict):
-    """The totals of one user or partition; `name` is null for Slurm's default partition."""
+    """The totals of one user, partition, account or tag.
+
+    `name` is null for Slurm's default partition or account, and for the runs without a tag.
+    """
 
     name: str | None
     totals: GoodputTotals
@@ -266,14 +274,23 @@ def goodput_totals(database: Database, where: RunFilter) -> GoodputTotals:
 
 
 def goodput_groups(database: Database, where: RunFilter, by: GroupBy) -> list[GoodputGroup]:
-    """Return the totals of all matching runs by user or partition, most GPU hours first."""
-    column = RUNS.c.created_by if by == "user" else partition_column()
-    query = select(RUNS.c.goodput, column.label("name")).where(RUNS.c.attempts > 0)
+    """Return the totals of all matching runs by user, partition, account or tag.
+
+    The groups with most GPU hours come first. A run with several tags counts in the group of each.
+    """
+    columns = {
+        "user": RUNS.c.created_by,
+        "partition": partition_column(),
+        "account": account_column(),
+        "tag": RUNS.c.tags,
+    }
+    query = select(RUNS.c.goodput, columns[by].label("name")).where(RUNS.c.attempts > 0)
     with database.reading() as connection:
         found = rows_of(connection, wanted_runs(connection, query, where))
     accounts: defaultdict[str | None, list[Any]] = defaultdict(list)
     for row in found:
-        accounts[row["name"]].append(row["goodput"])
+        for name in (row["name"] or [None]) if by == "tag" else [row["name"]]:
+            accounts[name].append(row["goodput"])
     groups = [GoodputGroup(name=name, totals=_totals_of(all_)) for name, all_ in accounts.items()]
     return sorted(groups, key=lambda one: (-one["totals"]["gpu_hours"], one["name"] or ""))
 

@@ -1,7 +1,7 @@
 // The overview of a run: notices, attempts over time, use of time and curves.
 import { Link, useParams } from "@tanstack/react-router";
 import { useState } from "react";
-import { useNewestCheckpoints, useRun, useTimeline } from "../../api/queries";
+import { useAttention, useNewestCheckpoints, useRun, useTimeline } from "../../api/queries";
 import type { OperatorRequest, Run } from "../../api/types";
 import { GoodputBar, PartLegend } from "../../parts/bars";
 import { Loaded, Time } from "../../parts/basics";
@@ -38,6 +38,7 @@ function Notice({ notice, tone }: { notice: NoticeText; tone: string }) {
 /** The current notices. Those of earlier attempts are folded. */
 function Notices({ run }: { run: Run }) {
   const warning = unsupervised(run);
+  const dead = useAttention().data?.find((one) => one.uid === run.uid && one.kind === "silent");
   const saves = run.failed_saves.map((one): NoticeText => ({
     text: `The save of step ${count(one.step)} was not committed: ${one.error}`,
     at: one.at,
@@ -53,6 +54,9 @@ function Notices({ run }: { run: Run }) {
           shows the data of the index.</p>
       ) : null}
       {warning ? <p className="problem" role="alert">{warning}</p> : null}
+      {dead ? (
+        <p className="problem" role="alert">{dead.text}. What helps: {dead.action}.</p>
+      ) : null}
       {run.unprotected.map((one) => (
         <p className="problem" key={one.text}>
           {one.text}. What helps: {one.action}.{" "}
