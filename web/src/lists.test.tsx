@@ -36,7 +36,7 @@ const totals = (gpu_hours: number): GoodputTotals => ({
 });
 
 describe("goodput and cost", () => {
-  it("are of the chosen user, partition and time, and by user, partition, account or tag", async () => {
+  it("are of the chosen user, partition and time, and by user or another group", async () => {
     const server = openPage("/goodput?user=mia&since=week", {
       "GET /runs": { items: [line("gpt")], next: null, unreadable: [] },
       "GET /goodput": totals(7),
