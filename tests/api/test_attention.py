@@ -209,6 +209,10 @@ def test_a_killed_supervisor_is_listed_with_the_time_of_its_death(served: Served
             def is_listed() -> bool:
                 return any(one["run"] == "old" for one in listed(served, "unsupervised"))
 
+            uid = served.services.store.find_run("old").uid
+            watch = served.services.watch
+            # At first no run is listed, because the watch has not looked yet.
+            wait_for(lambda: (signs := watch.signs(uid)) and signs.supervised_at)
             wait_for(lambda: not is_listed())
             holder.send_signal(signal.SIGKILL)
             wait_for(is_listed)
