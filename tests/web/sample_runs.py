@@ -340,7 +340,7 @@ def write_held_run(root: Path, began: float) -> None:
 
 
 def submit_elsewhere(script: RunScript, job: str, gpus: int, at: float) -> None:
-    """Submit the first attempt on another machine, so that nobody here can ask for its state."""
+    """Submit the first attempt on another machine, whose scheduler cannot be asked from here."""
     with clock(at):
         attempt = script.run.submit(1, gpus, at)
     where = Submission(job_id=job, executor="local", submitted_at=at, host="login")
