@@ -140,6 +140,7 @@ def main() -> None:
         with torch.no_grad():
             total = sum(model(values).sum().item() for _, values in evaluation)
         sums = [total, total_loss.item()]
+        accelerator.log({"total": total}, step=overall_step)
         record.write(key=[epoch, "end"], sums=sums, generators=generators_digest())
         if settings.get("save_epochs"):
             accelerator.save_state(folder(settings, f"epoch_{epoch}"))

@@ -122,6 +122,8 @@ def linked(folder: Path) -> Path:
 
 def add_interrupted(made: Runs) -> None:
     made.add("cut", 2, 2, 2, **NOISY, kill_at=4, stop_at=7)
+    # An epoch has four steps, so its evaluation runs in the second launch.
+    made.add("ended", 2, 2, **NOISY, stop_at=4)
     made.add("split", 2, **SPLIT)
     made.add("split_resized", 2, 1, **SPLIT, stop_at=5)
 
@@ -280,11 +282,27 @@ def linked_name(runs: Runs) -> str:
     return linked(runs.folder / "source" / "out" / "step_12").name
 
 
-def accuracies(run: RunPaths) -> dict[int, float]:
-    """The accuracies that all launches of the example logged, by step."""
+def metrics(run: RunPaths, name: str) -> dict[int, float]:
+    """The values of a metric that all launches logged, by step."""
     lines = chain.from_iterable(path.open() for path in sorted(run.directory.glob("metrics/*")))
     found = [json.loads(line) for line in lines]
-    return {line["step"]: line["accuracy"] for line in found if "accuracy" in line}
+    return {line["step"]: line[name] for line in found if name in line}
+
+
+def resumed_at(run: RunPaths) -> list[int]:
+    """The complete steps that each launch resumed with."""
+    events, _ = read_journal(run.attempt(0).rank_journal)
+    return [event.data["step"] for event in events if event.kind is EventKind.RESUMED]
+
+
+@pytest.mark.more
+def test_an_evaluation_after_a_stop_is_of_its_own_epochs_last_step(all_runs: Runs) -> None:
+    whole, ended = all_runs.paths("whole"), all_runs.paths("ended")
+    assert resumed_at(ended) == [0, 4]
+    assert metrics(ended, "total") == metrics(whole, "total")
+    assert list(metrics(whole, "total")) == [4, 8]
+    for rank in range(2):
+        assert all_runs.lines("ended", rank) == all_runs.lines("whole", rank)
 
 
 @pytest.mark.more
@@ -292,11 +310,10 @@ def test_the_example_that_was_stopped_has_the_accuracies_of_a_whole_run(all_runs
     folders = (all_runs.folder / name for name in ("example", "example_cut"))
     whole, cut = (RunPaths(next(folder.iterdir())) for folder in folders)
     assert all_runs.statuses["example_cut"] == [[0, 0], [0, 0]]
-    resumed, _ = read_journal(cut.attempt(0).rank_journal)
-    steps = [event.data["step"] for event in resumed if event.kind is EventKind.RESUMED]
-    assert steps[0] == 0 < steps[1]
-    assert accuracies(cut) == accuracies(whole)
-    assert len(accuracies(whole)) == 8
+    first, second = resumed_at(cut)
+    assert first == 0 < second
+    assert metrics(cut, "accuracy") == metrics(whole, "accuracy")
+    assert len(metrics(whole, "accuracy")) == 8
 
 
 @pytest.fixture

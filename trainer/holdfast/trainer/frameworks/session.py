@@ -46,12 +46,14 @@ class FrameworkSession(Session):
     # --- the loop -------------------------------------------------------------------------
 
     @while_open
-    def begin_steps(self) -> bool:
+    def begin_steps(self, *, has_end: bool = False) -> bool:
         """Begins the steps of a loop that you write yourself, after its loader is in place.
 
         It restores the random generators to the resumed state. Without it, draws between the resume
-        and the first step would change that step. Returns True when this rank must leave now.
+        and the first step would change that step. Returns True when this rank must leave now. Pass
+        `has_end` if the end of the epoch follows and no further step of it.
         """
+        self._loop.is_at_end |= has_end
         return self._enter_loop(is_last=True)
 
     @while_open

@@ -193,7 +193,7 @@ class LoopTraining(ABC):
         resumed = loader.resumed if self._is_looping else None
         if resumed is None or not resumed.passes:
             return self._run_pass(loader, skip)
-        self._begin_steps()
+        self._begin_steps(has_end=True)
         assert self._resumed_generators is not None
         return self.progress.leave_out(loader, self._resumed_generators)
 
@@ -257,10 +257,13 @@ class LoopTraining(ABC):
 
     # --- parts ----------------------------------------------------------------------------
 
-    def _begin_steps(self) -> None:
-        """Restore the random generators before the first step of a resume inside an epoch."""
+    def _begin_steps(self, *, has_end: bool = False) -> None:
+        """Restore the random generators before the first step of a resume inside an epoch.
+
+        With `has_end`, the stopped launch had done all steps of a pass, so its end comes first.
+        """
         assert self.session is not None
-        if self.session.begin_steps():
+        if self.session.begin_steps(has_end=has_end):
             self.leave()
         if self._resumed_generators is None:
             self._resumed_generators = self.progress.generators()
