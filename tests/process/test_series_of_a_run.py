@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.process.local_runs import LocalRun
+from tests.process.local_runs import LocalRun, wait_until
 
 from holdfast.api.series.heat import read_heat_map
 from holdfast.api.series.models import HeatMap, HeatValue
@@ -44,10 +44,14 @@ def test_the_rank_with_slow_data_is_first_and_the_other_waits_for_it(run: LocalR
         within = TimeRange(None, None, 100)
         return read_heat_map("tried", attempt, value, within, range(4096))
 
-    found = heat(HeatValue.STEP)
+    def whole() -> HeatMap | None:
+        one = heat(HeatValue.STEP)
+        return one if one.buckets * one.bucket_s >= 0.8 * STEPS * STEP_S else None
+
+    # The agent writes its last row after it has said how the attempt ended.
+    found = wait_until(whole, "the rows of all steps")
     assert (len(found.rows), found.ranks_total, found.problems) == (2, 2, [])
     assert [one.launch for one in found.launches] == [1]
-    assert found.buckets * found.bucket_s >= 0.8 * STEPS * STEP_S
     slow, fast = found.worst
     assert (slow.rank, fast.rank) == (1, 0)
     for one in (slow, fast):

@@ -20,7 +20,7 @@ from holdfast.contracts.disk.journal import EventKind, read_journal
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.node.rank_status import RECENT_STEPS, Phase, RankStatusTable
 from holdfast.trainer.ranks import rank_context as trainer_stacks
-from holdfast.workers.agent.context import AgentContext, load_context
+from holdfast.workers.agent.context import AgentContext, NodePlace, load_context
 from holdfast.workers.agent.watch import stacks
 from holdfast.workers.agent.watch.flight_recorder import recorder_environment, take_flight_record
 from holdfast.workers.agent.watch.heartbeat import Heartbeat, earlier_times
@@ -36,6 +36,7 @@ from holdfast.workers.nodes.heartbeats import (
     clock_problems,
     read_heartbeats,
 )
+from holdfast.workers.nodes.series_reading import list_series, read_series
 
 WAIT_S = 20.0
 
@@ -184,6 +185,38 @@ def test_silences_are_measured_reported_and_known_to_the_next_attempt(
     writer.close()
     known = earlier_times(load_context(later.paths.attempt(2).request, {}))
     assert known["eval"].p99_s == pytest.approx(2 * reported.phases["eval"].p99_s)
+    watch.close()
+    status_table.close()
+    os.close(handle)
+
+
+def test_each_launch_has_its_own_rows_up_to_its_last_second(context: AgentContext) -> None:
+    status_table, handle = RankStatusTable.create(2)
+    watch = RankWatch(status_table, 0, {})
+    heartbeat = Heartbeat(context, status_table, watch)
+    for launch, first_rank in ((1, 0), (2, 6)):
+        # As the agent does at the start of a launch.
+        heartbeat.end_launch()
+        watch.move(first_rank)
+        heartbeat.move(context.at(NodePlace(node=3 * launch - 3, nodes=4)))
+        status_table.reset()
+        watch.begin()
+        heartbeat.launch = launch
+        record = status_table.record(0)
+        record.register(first_rank, 0)
+        for step in range(1, 4):
+            record.finish_step(step)
+            time.sleep(0.1 * launch)
+    heartbeat.close()
+    files = list_series(context.attempt, "ranks")
+    assert [node for node, _ in files] == [0, 3]
+    series, problems = read_series([path for _, path in files], "ranks")
+    assert not problems
+    rows = [(one.launch.tolist(), one.first_rank.tolist()) for one in series]
+    assert rows == [([1], [0]), ([2], [6])]
+    first, second = (one.values[0, 0, 0] for one in series)
+    assert 0.05 < first < second
+    assert series[0].end[0] <= series[1].start[0] + 0.1
     watch.close()
     status_table.close()
     os.close(handle)

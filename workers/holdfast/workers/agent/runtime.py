@@ -112,6 +112,7 @@ class NodeRuntime(StatusPort):
         *,
         is_alone: bool = False,
     ) -> None:
+        self.heartbeat.end_launch()
         if place is not None:
             self._move(place, launch)
         self.flusher_supervisor.forget(launch - 1)

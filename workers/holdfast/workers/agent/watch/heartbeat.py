@@ -172,6 +172,10 @@ class Heartbeat:
         """Write the heartbeats of all nodes from now on, instead of sending this one's."""
         self.send, self._writer = None, HeartbeatWriter(self._context.attempt)
 
+    def end_launch(self) -> None:
+        """Keep what was measured of this launch, before the next one's ranks are watched."""
+        self._series.end_bucket()
+
     def move(self, placed: AgentContext) -> None:
         """Report another place of this node, from the next launch on."""
         self._world_size = placed.request.world_size

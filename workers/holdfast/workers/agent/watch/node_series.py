@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from holdfast.contracts.errors import HoldfastError
 from holdfast.workers.agent.context import AgentContext
@@ -21,6 +21,7 @@ from holdfast.workers.nodes.gpus import GpuBeat
 from holdfast.workers.nodes.series import (
     FORMAT,
     GpuHeader,
+    RankTimes,
     SeriesHeader,
     SeriesRow,
     SeriesWriter,
@@ -74,7 +75,10 @@ class _Files:
 
 
 class NodeSeries:
-    """Writes a row for each bucket of time, until it is closed."""
+    """Writes a row for each bucket of time, until it is closed.
+
+    The ranks of two launches are two sets of processes, so a bucket has those of one launch.
+    """
 
     def __init__(
         self,
@@ -87,9 +91,24 @@ class NodeSeries:
         self._watch, self._gpus, self._launch = watch, gpus, launch
         self._bucket_s = max(BUCKET_S, BUCKET_S_PER_NODE * context.nodes_of_job)
         self._files = _Files(context)
+        self._lock = threading.Lock()
+        self._start = _Start.now()
+        # The buckets that launches have ended, and the files that they belong to.
+        self._ended: list[tuple[_Files, SeriesRow, list[RankTimes]]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="node-series", daemon=True)
         self._thread.start()
+
+    def end_bucket(self) -> None:
+        """End the bucket of the ranks, before those of another launch are watched.
+
+        The thread writes it, because the storage may not answer.
+        """
+        with self._lock:
+            times, start, self._start = self._watch.take_bucket(), self._start, _Start.now()
+            if any(not math.isnan(each.step_s) for each in times):
+                row = start.row(self._launch(), self._watch.first_rank)
+                self._ended.append((self._files, row, times))
 
     def move(self, context: AgentContext) -> None:
         """Begin new files: this node has another number from now on."""
@@ -104,15 +123,29 @@ class NodeSeries:
     def _run(self) -> None:
         is_last = False
         while not is_last:
-            launch, began, began_at = self._launch(), time.monotonic(), time.time()
+            start, launch = _Start.now(), self._launch()
             is_last = self._over.wait(self._bucket_s)
-            row = SeriesRow(began_at, time.monotonic() - began, launch, self._watch.first_rank, ())
-            files, gpus, times = self._files, self._gpus(), self._watch.take_bucket()
-            if gpus:
+            if gpus := self._gpus():
                 with contextlib.suppress(OSError, HoldfastError):
-                    files.append_gpus(row, gpus)
-            # The ranks of two launches are two sets of processes.
-            is_one_launch = launch == self._launch()
-            if is_one_launch and any(not math.isnan(each.step_s) for each in times):
+                    self._files.append_gpus(start.row(launch, self._watch.first_rank), gpus)
+            self.end_bucket()
+            with self._lock:
+                ended, self._ended = self._ended, []
+            for files, row, times in ended:
                 with contextlib.suppress(OSError, HoldfastError):
                     files.append_ranks(replace(row, values=rank_values(times)), len(times))
+
+
+class _Start(NamedTuple):
+    """The start of a bucket, in Unix seconds and on the clock that no one sets."""
+
+    at: float
+    monotonic_s: float
+
+    @classmethod
+    def now(cls) -> _Start:
+        return cls(time.time(), time.monotonic())
+
+    def row(self, launch: int, first_rank: int) -> SeriesRow:
+        """Return a row without values, from here until now."""
+        return SeriesRow(self.at, time.monotonic() - self.monotonic_s, launch, first_rank, ())
