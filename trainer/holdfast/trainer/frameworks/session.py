@@ -53,7 +53,7 @@ class FrameworkSession(Session):
         and the first step would change that step. Returns True when this rank must leave now. Pass
         `has_end` if the end of the epoch follows and no further step of it.
         """
-        self._loop.is_at_end |= has_end
+        self._loop.is_at_end = has_end
         return self._enter_loop(is_last=True)
 
     @while_open
