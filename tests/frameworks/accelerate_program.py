@@ -100,8 +100,7 @@ def main() -> None:
         start, skip = settings.get("start", [0, None])
     overall_step = accelerator.resume()
     local = model.no_sync() if settings.get("local_sgd") else contextlib.nullcontext()
-    # As Accelerate's `LocalSGD` does.
-    local.__enter__()
+    local.__enter__()  # As Accelerate's `LocalSGD` does.
     record = Record(accelerator)
     for epoch in accelerator.epochs(settings["epochs"], start):
         model.train()
