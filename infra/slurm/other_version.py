@@ -46,6 +46,8 @@ ENTER: Final = """
 set -e
 tree=$1 directory=$2
 shift 2
+# As the root of a mount, it can have mount namespaces below.
+mount --bind "$tree" "$tree"
 mount -t proc proc "$tree/proc"
 mount --rbind /sys "$tree/sys"
 mount --rbind /dev "$tree/dev"

@@ -72,7 +72,8 @@ def programs_of(agent: int) -> list[int]:
     for one in psutil.Process(agent).children(recursive=True):
         # Some end meanwhile.
         with contextlib.suppress(psutil.NoSuchProcess):
-            if Path(opaque_program.__file__).name in one.cmdline()[1:3]:
+            # Without torchrun, which has the program behind its own options.
+            if Path(opaque_program.__file__).name in one.cmdline()[1:6]:
                 found.append(one.pid)
     return found
 

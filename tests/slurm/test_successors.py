@@ -20,6 +20,7 @@ from tests.slurm.test_lost_nodes import run_on_all, supervised
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.workers.nodes.heartbeats import read_heartbeats
+from holdfast.workers.runs.manifests import committed_checkpoints
 from holdfast.workers.schedulers import slurm_client
 
 ALL_NODES = {"executor": "slurm", "nodes": 4, "gpus_per_node": 1, "partition": "spot"}
@@ -77,6 +78,8 @@ def lose_allocation(slurm: SlurmCluster, run: LocalRun, how: str = "preempted") 
         fill_queue(slurm, nodes=4)
         preempt(slurm)
     else:
+        # A slow machine has none yet, and would begin again.
+        wait_until(lambda: committed_checkpoints(run.paths), "a checkpoint", 60)
         fill_queue(slurm, nodes=1)
         kill_rank(run)
     wait_until(lambda: run.history().attempts[0].state.is_terminal, "the end", 90)
