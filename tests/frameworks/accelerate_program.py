@@ -34,11 +34,14 @@ from accelerate.utils import (
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
+sys.path.append(str(Path(__file__).parents[2]))
+
+from tests.support.stops import hold_until_agreed
+
 from holdfast.trainer.frameworks.accelerate import Accelerator
 
 SAMPLES = 60
 WIDTH = 8
-HEARD_S = 0.5
 
 
 class Samples(Dataset[Any]):
@@ -191,8 +194,7 @@ def interrupt(settings: dict[str, Any], accelerator: Accelerator) -> None:
             marker.touch()
             # SIGTERM sets a flag on a rank without an agent; all ranks then agree on a step.
             os.kill(os.getpid(), signal.SIGKILL if kind == "kill_at" else signal.SIGTERM)
-            # Within that time a step is proposed, so that the run stops soon after this one.
-            time.sleep(HEARD_S)
+            hold_until_agreed()
         accelerator.wait_for_everyone()
 
 

@@ -28,12 +28,11 @@ from typing import Any, Final
 import torch.distributed as dist
 from tests.support.forked_child import start_child
 from tests.support.rank_programs import run_program
+from tests.support.stops import hold_until_agreed
 
 LAUNCH_S: Final = 90.0
 LAUNCHES_MAX: Final = 3
 POLL_S: Final = 0.01
-# The stop coordinator polls for signals twenty times a second, so it has proposed a step by then.
-HEARD_S: Final = 0.2
 SIGNALS: Final = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 
 
@@ -69,7 +68,7 @@ class Interruption:
         if os.environ["RANK"] == "0":
             self._taken.touch()
             os.kill(os.getpid(), SIGNALS[self._kind])
-        time.sleep(HEARD_S)
+            hold_until_agreed()
         _meet()
 
 

@@ -263,7 +263,9 @@ def train(settings: Mapping[str, Any], mark: Mark = lambda place, at: None) -> N
     L.seed_everything(7, verbose=False)
     kinds = {"manual": Adversaries, "several": Several, "sharded": Sharded}
     kinds["several_alone"] = Several
-    model = kinds.get(kind, Model)(notes, settings.get("sleep_s", 0.0))
+    # Steps sleep, unless the file `hurry` exists at the start.
+    must_hurry = os.path.exists(settings.get("hurry", ""))
+    model = kinds.get(kind, Model)(notes, 0.0 if must_hurry else settings.get("sleep_s", 0.0))
     strategy: Any = "ddp"
     if kind == "sharded":
         size = torchrun_size()["devices"]

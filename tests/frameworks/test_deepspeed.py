@@ -50,7 +50,8 @@ def run(tmp_path: Path) -> Iterator[LocalRun]:
         folder=str(tmp_path),
         steps=STEPS,
         stage=2,
-        sleep_s=0.15,
+        sleep_s=0.5,
+        hurry=str(tmp_path / "hurry"),
         kill=[1, 7],
     )
     yield made
@@ -94,6 +95,7 @@ def test_a_run_is_killed_preempted_and_resized_like_an_uninterrupted_one(
     resumed = [event.data for event in run.events(EventKind.RESUMED)]
     assert [event["step"] for event in resumed] == [0, 5]
 
+    (tmp_path / "hurry").touch()
     run.submit(gpus=1)
     ended = run.wait_for_end()
     assert ended.state is AttemptState.COMPLETED, ended

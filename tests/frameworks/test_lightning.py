@@ -98,7 +98,8 @@ def run(tmp_path: Path) -> Iterator[LocalRun]:
         folder=str(tmp_path),
         kind="plain",
         trainer={"strategy": "auto"},
-        sleep_s=0.3,
+        sleep_s=0.8,
+        hurry=str(tmp_path / "hurry"),
     )
     yield one
     one.end_all()
@@ -117,6 +118,7 @@ def test_run_is_killed_stopped_and_finished_on_one_rank(run: LocalRun, tmp_path:
     assert run.wait_for_end().state is AttemptState.PREEMPTED
     problem = Feasibility.of(run.history()).problem(4)
     assert "4 ranks cannot share its global batch evenly, which has 6 parts" in str(problem)
+    (tmp_path / "hurry").touch()
     run.submit(gpus=1)
     last = run.wait_for_end()
     assert (last.state, last.evidence) == (AttemptState.COMPLETED, ()), last

@@ -26,6 +26,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.append(str(Path(__file__).parents[2]))
+
+from tests.support.stops import hold_until_agreed
+
 from holdfast.trainer import Session
 from holdfast.trainer.streams import MdsShards, NodeShards, TarShards, TextLines
 
@@ -187,11 +191,12 @@ def disturb(step: int, rank: int) -> None:
     if step == int(os.environ.get("STREAM_KILL_AT", "0")):
         os.kill(os.getpid(), signal.SIGKILL)
     stop_at = int(os.environ.get("STREAM_STOP_AT", "0"))
-    if 0 < stop_at <= step:
-        if rank == 0 and step == stop_at:
+    if step == stop_at > 0:
+        if rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
-        # The coordinator proposes a step of all ranks within this time, or a little later.
-        time.sleep(0.5)
+            hold_until_agreed()
+        if dist.is_initialized():
+            dist.barrier()
 
 
 def note(directory: str, rank: int, **line: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -304,7 +305,8 @@ def test_program_without_a_session_that_a_preemption_ends_is_not_complete(make: 
     attempt = run.submit()
     wait_until(lambda: _said_hello(run, attempt), "the first lines of both ranks")
     for process in processes_of(run.paths):
-        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
     view = run.wait_for_end()
     assert (view.state, view.cause) == (AttemptState.PREEMPTED, Cause.PREEMPTION), view.evidence
     assert "then the program ended without a Session" in " ".join(view.evidence)

@@ -8,6 +8,7 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.process.local_runs import LocalRun, send
@@ -35,7 +36,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRun:
     """A run on two ranks whose checkpoints are in `tmp_path / "large"`."""
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
     checkpoint = {"interval": 5, "directory": str(tmp_path / "large"), "keep": {"last": 2}}
-    return LocalRun(tmp_path / "root", checkpoint=checkpoint, steps=40, sleep_s=0.05)
+    settings: dict[str, Any] = {"steps": 40, "sleep_s": 0.2, "hurry": str(tmp_path / "hurry")}
+    return LocalRun(tmp_path / "root", checkpoint=checkpoint, **settings)
 
 
 def names(paths: RunPaths) -> list[str]:
@@ -53,6 +55,7 @@ def test_run_is_preempted_and_resumes_with_its_checkpoints_elsewhere(
         send(run.claim(first).pid, signal.SIGTERM)
         stopped = run.wait_for_end()
         assert stopped.state is AttemptState.PREEMPTED
+        (tmp_path / "hurry").touch()
         run.submit(gpus=1)
         ended = run.wait_for_end()
     finally:

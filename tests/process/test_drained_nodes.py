@@ -81,6 +81,11 @@ class PlayedController:
         path.chmod(0o755)
 
 
+def slow(folder: Path) -> dict[str, Any]:
+    """Settings of a run that does not end before a drain. It is quick once `hurry` exists."""
+    return {**SETTINGS, "sleep_s": 0.15, "hurry": str(folder / "hurry")}
+
+
 def notes(job: PlayedJob) -> list[str]:
     texts = [str(event.data["text"]) for event in events(job, EventKind.NOTE)]
     return [text for text in texts if "after a drain" in text]
@@ -102,14 +107,15 @@ def assert_left_at_a_boundary(job: PlayedJob, **expected: Any) -> None:
 def test_a_spare_node_takes_the_place_of_a_drained_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with PlayedJob(tmp_path, nodes=2, spares=1, **SETTINGS) as job:
+    with PlayedJob(tmp_path, nodes=2, spares=1, **slow(tmp_path)) as job:
         slurm = PlayedController(tmp_path / "slurm", job, monkeypatch)
-        job.run.wait_for_step(job.attempt, 30)
+        job.run.wait_for_step(job.attempt, 10)
         slurm.tend()
         assert not job.attempt.drained.exists()
         slurm.drain("n1")
         assert job.wait(1) == 0, "its agent ends before the attempt"
         assert not job.attempt.outcome.exists()
+        (tmp_path / "hurry").touch()
         assert (job.wait(0), job.wait(2)) == (0, 0)
     assert_left_at_a_boundary(job, way="spare", drained=["n1"], joined=["n2"], world_size=2)
     assert len(notes(job)) == 1
@@ -120,18 +126,20 @@ def test_an_elastic_run_leaves_a_drained_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elastic = {"choices": [1, 2]}
-    with PlayedJob(tmp_path, nodes=2, elastic=elastic, **SETTINGS) as job:
+    with PlayedJob(tmp_path, nodes=2, elastic=elastic, **slow(tmp_path)) as job:
         slurm = PlayedController(tmp_path / "slurm", job, monkeypatch)
-        job.run.wait_for_step(job.attempt, 30)
+        job.run.wait_for_step(job.attempt, 10)
         slurm.drain("n1")
-        assert [job.wait(node) for node in (1, 0)] == [0, 0]
+        assert job.wait(1) == 0
+        (tmp_path / "hurry").touch()
+        assert job.wait(0) == 0
     assert_left_at_a_boundary(job, way="shrink", drained=["n1"], joined=[], nodes=1)
 
 
 def test_a_drain_that_cannot_be_followed_is_noted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with PlayedJob(tmp_path, nodes=2, spares=1, **SETTINGS) as job:
+    with PlayedJob(tmp_path, nodes=2, spares=1, **slow(tmp_path)) as job:
         slurm = PlayedController(tmp_path / "slurm", job, monkeypatch)
         job.run.wait_for_step(job.attempt, 10)
         # The node that leads, and the spare node, whose agent ends.
@@ -139,6 +147,7 @@ def test_a_drain_that_cannot_be_followed_is_noted_once(
         assert job.wait(2) == 0
         wait_until(lambda: notes(job), "the note", 30)
         slurm.tend()
+        (tmp_path / "hurry").touch()
         assert (job.wait(0), job.wait(1)) == (0, 0)
     outcome = job.run.outcome(job.attempt)
     assert [one.ending for one in outcome.launches] == ["completed"]

@@ -221,7 +221,7 @@ def test_stock_dcp_reads_the_checkpoint(whole: CompletedRun, tmp_path: Path) -> 
 def test_epoch_and_step_do_not_restart(whole: CompletedRun, killed: CompletedRun) -> None:
     done = [line["step"] for line in killed.lines(0) if "step" in line]
     resumed = killed.resumes()[-1]["step"]
-    again = done.index(resumed + 1, done.index(resumed) + 1)
+    again = len(done) - 1 - done[::-1].index(resumed + 1)
     assert done[again:] == list(range(resumed + 1, STEPS + 1))
     assert killed.column("epoch") == whole.column("epoch")
     # It was killed within an epoch, not at its end.

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.process.local_runs import LocalRun, wait_until
@@ -106,11 +107,14 @@ def test_a_full_disk_at_the_last_save_ends_the_attempt_and_the_next_one_resumes(
     tmp_path: Path,
 ) -> None:
     with small_storage(tmp_path, "4m") as root:
-        run = LocalRun(root, gpus=1, steps=60, sleep_s=0.05, checkpoint={"interval": 30})
+        hurry = tmp_path / "hurry"
+        settings: dict[str, Any] = {"steps": 60, "sleep_s": 0.2, "hurry": str(hurry)}
+        run = LocalRun(root, gpus=1, checkpoint={"interval": 30}, **settings)
         attempt = run.submit()
         try:
             wait_until(lambda: committed_checkpoints(run.paths), "a checkpoint")
             filler = _fill(root)
+            hurry.touch()
             view = run.wait_for_end()
             assert (view.cause, view.last_step) == (Cause.STORAGE_FULL, 60), view.evidence
             # The record says so. The storage had no room for the traceback.

@@ -475,12 +475,26 @@ def test_a_forked_child_that_ends_leaves_the_session_alone(tmp_path: Path, how: 
     program.write_text(
         f"""
 import os, sys, time, torch
+from pathlib import Path
+from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.trainer import Session
 model = torch.nn.Linear(2, 1); optimizer = torch.optim.AdamW(model.parameters())
+run = Path({str(tmp_path / "run")!r})
+def wait_for(step):
+    ends_at = time.monotonic() + 30
+    found = ()
+    while step not in [manifest.step for manifest in found if manifest]:
+        assert time.monotonic() < ends_at, f"no commit of step {{step}}"
+        time.sleep(0.02)
+        found = list(map(read_manifest, RunPaths(run).list_checkpoints()))
 def train(session):
     for step in session.steps(20):
         model(torch.ones(1, 2)).sum().backward(); optimizer.step(); optimizer.zero_grad()
         session.log(loss=1.0)
+        if step in (9, 14, 19):
+            # Otherwise a save may be skipped while slow storage writes the ones before.
+            wait_for(step - 4)
         if step == 7:
             child = os.fork()
             if child == 0:
@@ -493,7 +507,7 @@ def train(session):
                     os.kill(child, 9); os.waitpid(child, 0)
                     raise SystemExit("the child hangs")
                 time.sleep(0.05)
-session = Session(model, optimizer, directory={str(tmp_path / "run")!r}, interval=5)
+session = Session(model, optimizer, directory=run, interval=5)
 if {how!r} == "error":
     with session:
         train(session)

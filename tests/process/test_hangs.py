@@ -98,8 +98,9 @@ LOADER = """
 import time, torch
 class Stuck(torch.utils.data.Dataset):
     def __len__(self): return 8
-    def __getitem__(self, index): time.sleep(3600)
-ready()
+    def __getitem__(self, index):
+        ready()
+        time.sleep(3600)
 next(iter(torch.utils.data.DataLoader(Stuck(), num_workers=1)))
 """
 POLLS = """
@@ -206,11 +207,17 @@ def test_program_without_a_session_is_examined_once_and_not_ended(tmp_path: Path
         tmp_path / "root",
         gpus=1,
         session=False,
-        sleep_s=12,
+        sleep_s=400,
+        heeds_signals=True,
         supervision={"silence_s": {"start": 4}},
     )
     run.submit()
     try:
+        # A look while the program starts shows life, and the next one comes later.
+        wait_until(lambda: run.events(EventKind.HANG_SUSPECTED), "the suspicion")
+        time.sleep(5.0)
+        ranks = [one for one in processes_of(run.paths) if one.environ().get("RANK") == "0"]
+        ranks[-1].send_signal(signal.SIGTERM)
         view = run.wait_for_end()
         assert view.state is AttemptState.COMPLETED, view.evidence
         (suspected,) = run.events(EventKind.HANG_SUSPECTED)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.process.local_runs import LocalRun, processes_of, wait_until
 
@@ -39,10 +41,10 @@ from holdfast.trainer import Session
 model = torch.nn.Linear(2, 2)
 session = Session(model, directory=sys.argv[1], interval=1000)
 loader = DataLoader(
-    range(1000), num_workers=1, prefetch_factor=1, multiprocessing_context=sys.argv[2]
+    range(10**6), num_workers=1, prefetch_factor=1, multiprocessing_context=sys.argv[2]
 )
 batches = iter(loader)
-for step in session.steps(1000):
+for step in session.steps(10**6):
     next(batches)
     if step == 2:
         # As torchrun passes on a signal: to the rank and to all of its children.
@@ -84,7 +86,7 @@ def test_a_stop_signal_to_all_processes_stops_the_rank_and_not_its_workers(
 ) -> None:
     done = run(STOPPED, tmp_path / "run", context)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) < 1000
+    assert int(done.stdout.split()[-1]) < 10**6
     assert "step-" in "".join(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
 
 
@@ -99,7 +101,8 @@ def test_a_preemption_that_signals_all_processes_of_a_job_loses_no_step(
         attempt = run.submit()
         run.wait_for_step(attempt, 3)
         for process in processes_of(run.paths):
-            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
         view = run.wait_for_end()
     finally:
         run.end_all()

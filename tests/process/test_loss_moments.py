@@ -25,6 +25,7 @@ from holdfast.contracts.disk.paths import PARTS, CheckpointName
 from holdfast.contracts.records.attempt import Outcome, newest_term
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.trainer.flusher.commit import part_name
+from holdfast.workers.runs.manifests import committed_checkpoints
 
 pytestmark = [pytest.mark.more, pytest.mark.timeout(600)]
 
@@ -87,6 +88,11 @@ def parts_of(job: PlayedJob, node: int, is_there: Callable[[int], bool]) -> int 
     return None
 
 
+def part_of_last_save(job: PlayedJob, node: int) -> int | None:
+    agreed = [event.data["step"] for event in events(job, EventKind.STOP_AGREED)]
+    return parts_of(job, node, agreed.__contains__)
+
+
 def any_step(step: int) -> bool:
     return True
 
@@ -133,18 +139,19 @@ def test_lost_when_only_the_commit_of_a_save_is_missing(tmp_path: Path, whole: L
 def test_lost_while_ranks_load_a_checkpoint(tmp_path: Path, whole: LocalRun, lost: int) -> None:
     gate = tmp_path / "gate"
     with job_of(tmp_path, gate=str(gate)) as job:
-        job.run.wait_for_step(job.attempt, EVERY + 5)
+        wait_until(job.run.paths.latest.exists, "a checkpoint")
         gate.touch()
         job.kill_node(1)
         # Rank 1 is on node 2 now.
         wait_until(lambda: loads(job), "a rank that loads")
+        newest = committed_checkpoints(job.run.paths)[-1].step
         job.kill_node(lost)
         gate.unlink()
         outcome = end(job, tmp_path, 1, lost)
         begun = launches(job)
     assert (outcome.state, outcome.last_step) == (AttemptState.COMPLETED, STEPS)
     assert [one["lost"] for one in begun[1:]] == [["n1"], [f"n{lost}"]]
-    assert outcome.launches[2].first_step == EVERY + 1
+    assert outcome.launches[2].first_step == newest + 1
     assert_same(job, whole)
 
 
@@ -165,11 +172,12 @@ def assert_stopped(job: PlayedJob, whole: LocalRun, folder: Path, evidence: str)
     assert (outcome.state, outcome.cause) == (AttemptState.PREEMPTED, Cause.PREEMPTION)
     assert len(launches(job)) == 1
     assert evidence in " ".join(outcome.evidence)
-    assert outcome.committed_step == EVERY
-    assert_same(job, whole, EVERY)
+    step = committed_checkpoints(job.run.paths)[-1].step
+    assert (outcome.committed_step, step % EVERY) == (step, 0)
+    assert_same(job, whole, step)
     job.start_attempt(2)
     outcome = end(job, folder)
-    assert (outcome.state, outcome.first_step) == (AttemptState.COMPLETED, EVERY + 1)
+    assert (outcome.state, outcome.first_step) == (AttemptState.COMPLETED, step + 1)
     assert_same(job, whole)
 
 
@@ -187,7 +195,7 @@ def test_lost_while_a_stop_is_agreed_or_saved(
         kind = EventKind.STOP_AGREED if is_agreed else EventKind.SIGNAL
         wait_until(lambda: events(job, kind), f"the line {kind}")
         if is_agreed:
-            wait_until(lambda: parts_of(job, 0, lambda step: step % EVERY > 0), "the last save")
+            wait_until(lambda: part_of_last_save(job, 0), "the last save")
         job.kill_node(1)
         for node in (0, 2, 3):
             assert job.wait(node) == 0
@@ -210,7 +218,7 @@ def test_the_lead_is_lost_while_it_stops(tmp_path: Path, whole: LocalRun, when: 
             ask_to_stop(job, 0)
             wait_until(lambda: events(job, EventKind.SIGNAL), "the stop request")
         if when == "last save":
-            wait_until(lambda: parts_of(job, 1, lambda step: step % EVERY > 0), "the last save")
+            wait_until(lambda: part_of_last_save(job, 1), "the last save")
         job.kill_node(0)
         for process in job.processes_on(1):
             with contextlib.suppress(psutil.NoSuchProcess):

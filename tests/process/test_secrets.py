@@ -23,7 +23,7 @@ FILE_VALUE: Final = "file-Zq8vR3mK1xWn"
 ENV_VALUE: Final = "env-Lp2tB9sD4yHc"
 LINES_VALUE: Final = "first line-Gk5\nsecond line-Jw7"
 VARIABLE: Final = "TESTS_OWN_TOKEN"
-WAIT_S: Final = 60.0
+WAIT_S: Final = 180.0
 
 
 @pytest.fixture

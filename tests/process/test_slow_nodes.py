@@ -41,14 +41,23 @@ torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 session = Session(model, optimizer)
+
+def work(count):
+    began = time.monotonic()
+    for number in range(count):
+        pass
+    return time.monotonic() - began
+
+# Steps last as long on every machine, so that no fast one ends before its node is slow.
+a_millisecond = int(100_000 / min(work(100_000) for _ in range(50)) / 1000)
+# All nodes of this machine share its processors, so the others work less.
+own_ms = (11 if host == "n1" else 4) if is_first else 0
 began, other = time.monotonic(), None
 for step in session.steps({STEPS}):
     if host == "n1" and other is None and time.monotonic() - began > {SLOW_AFTER_S}:
         busy = f"import os\\nwhile os.getppid() == {{os.getpid()}}: pass"
         other = subprocess.Popen([sys.executable, "-c", busy])
-    # All nodes of this machine share its processors, so the others work less.
-    for number in range((400_000 if host == "n1" else 150_000) if is_first else 0):
-        pass
+    work(own_ms * a_millisecond)
     optimizer.zero_grad()
     model(torch.ones(4)).sum().backward()
     for parameter in model.parameters():

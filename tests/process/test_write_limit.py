@@ -39,6 +39,7 @@ def begun(flusher: SlotHolder, run: Path) -> FakeRank:
     """A rank whose step 3 the flusher is writing, as slowly as it may."""
     rank = FakeRank(flusher, run, data_bytes=STATE_BYTES)
     slot = rank.stage(3, os.urandom(STATE_BYTES))
+    wait_for(slot, SlotState.FLUSHING)
     time.sleep(2.0)
     assert slot.state is SlotState.FLUSHING
     return rank
@@ -46,7 +47,7 @@ def begun(flusher: SlotHolder, run: Path) -> FakeRank:
 
 def test_a_limited_write_takes_as_long_as_its_bytes(tmp_path: Path) -> None:
     limit = {CHECKPOINT_WRITE_LIMIT: "20MB"}
-    made = SlotHolder("holdfast-test-limit", environment=limit)
+    made = SlotHolder(f"holdfast-test-limit-{os.getpid()}", environment=limit)
     rank = FakeRank(made, tmp_path / "r", data_bytes=STATE_BYTES)
     began = time.monotonic()
     wait_for(rank.stage(3, os.urandom(STATE_BYTES)), SlotState.DONE)

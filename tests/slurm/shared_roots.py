@@ -116,6 +116,7 @@ def check_lost_node(slurm: SlurmCluster, root: Path) -> None:
     try:
         first = supervised.attempt(1)
         run.wait_for_step(first, 15)
+        wait_until(lambda: committed_checkpoints(run.paths), "a commit of both nodes", 60)
         lost = next(beat.host for beat in run.beats(first) if beat.node == 1)
         slurm.kill_node(lost)
         try:

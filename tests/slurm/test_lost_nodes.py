@@ -26,8 +26,9 @@ from holdfast_bench.live_drills.kinds import KINDS, Recovery
 from holdfast_bench.live_drills.runner import drill_live
 
 ALL_NODES = {"executor": "slurm", "nodes": 4, "gpus_per_node": 1, "partition": "spot"}
-# From the scheduler's report of the loss to the submission of the next attempt.
-SUBMITTED_S_MAX = 15.0
+# From the scheduler's report of the loss to the submission of the next attempt, which includes the
+# back-off of ten seconds.
+SUBMITTED_S_MAX = 30.0
 
 
 @contextmanager
@@ -303,7 +304,8 @@ def test_a_pending_job_may_use_a_host_that_is_no_longer_excluded(
     finally:
         slurm.run("scontrol", "update", "NodeName=n1", "State=RESUME")
         run.end_all()
-    assert [event.data["text"] for event in run.events(EventKind.NOTE)] == [said.split(": ")[1]]
+    notes = [event.data["text"] for event in run.events(EventKind.NOTE)]
+    assert notes.count(said.split(": ")[1]) == 1
 
 
 @pytest.mark.slow

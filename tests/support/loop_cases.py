@@ -22,13 +22,12 @@ import torch
 import torch.distributed as dist
 from tests.support.forked_child import start_child
 from tests.support.loop_shapes import SHAPES, Probe
+from tests.support.stops import hold_until_agreed
 
 from holdfast.contracts.environment import CHECKPOINT_INTERVAL, CHECKPOINT_SNAPSHOTS
 from holdfast.trainer import Session
 
 LAUNCH_S: Final = 60.0
-# The stop coordinator polls for signals twenty times a second, so it has proposed a step by then.
-HEARD_S: Final = 0.2
 KINDS: Final = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 
 Place = tuple[str, int]
@@ -52,7 +51,7 @@ class Case:
         if dist.get_rank() == 0:
             self._taken.touch()
             os.kill(os.getpid(), KINDS[self._kind])
-        time.sleep(HEARD_S)
+            hold_until_agreed()
         dist.barrier()
 
     def note(self, key: str, **facts: Any) -> None:
