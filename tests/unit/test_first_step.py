@@ -75,14 +75,14 @@ def import_a_session(is_on: bool) -> None:
         def find_spec(self, *_: object) -> None:
             while_imported.append(gc.isenabled())
 
-    sys.meta_path.insert(0, Recorder())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Recorder())
     from holdfast.trainer import Session
 
     assert Session.__module__ in sys.modules
     assert not while_imported[-1]
     assert gc.isenabled() == is_on
     with pytest.raises(ImportError):
-        from holdfast.trainer import Missing  # type: ignore[attr-defined] # noqa: F401
+        from holdfast.trainer import Missing  # noqa: F401
     assert gc.isenabled() == is_on
 
 
