@@ -17,6 +17,8 @@ from hypothesis import settings
 
 # Agents in tests must not query the metadata service of a cloud that this machine may be in.
 os.environ.setdefault("HOLDFAST_NOTICES_URL", "http://127.0.0.1:9")
+# The threads of torch wait for each other busily, and the tensors of tests are small.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Appended, so that no folder of ours can shadow an installed package.
 sys.path.append(str(Path(__file__).parents[1]))
 

@@ -17,8 +17,7 @@ from tests.api.conftest import WAIT_S, Served, serving, wait_for
 from tests.support.runs import RunFolder
 from tests.web.sample_runs import RunScript, clock
 
-from holdfast.api.acknowledgements import FILE
-from holdfast.api.attention import FRESH_S, STALE_S
+from holdfast.api.attention import FILE, FRESH_S, STALE_S
 from holdfast.api.tokens import Role
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.plain_text import unix_time

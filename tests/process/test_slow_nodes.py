@@ -20,7 +20,7 @@ SLOW_AFTER_S = 25.0
 CUSTOMIZE = """
 import sys
 if "holdfast.workers.agent.main" in sys.orig_argv:
-    from holdfast.workers.agent import departure
+    from holdfast.workers.agent.stops import departure
     from holdfast.workers.agent.watch import hangs, paired_test
     hangs.STRAGGLER_WINDOW_S = 1.0
     paired_test.GAP_S = 3.0

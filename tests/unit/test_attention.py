@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from holdfast.api.acknowledgements import FILE, RootAcknowledgements, acknowledged_in
+from holdfast.api.attention import FILE, RootAcknowledgements, acknowledged_in
 from holdfast.api.capacity import find_full_roots
 from holdfast.api.findings import PROTECTION, QUEUE, SAVES, RunFacts, advice, findings
 from holdfast.api.schemas import Acknowledged

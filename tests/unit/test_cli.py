@@ -431,7 +431,8 @@ def test_reindex_rebuilds_the_same_rows(call: Call, ended_run: RunPaths, root: P
     }
 
 
-def test_db_upgrades_and_downgrades(call: Call) -> None:
+def test_db_upgrades_and_downgrades(call: Call, home: Path) -> None:
+    (home / "home" / "holdfast.db").unlink()
     assert call("db", "current").status == 1
     head = call("db", "upgrade", "--json").json["revision"]
     now = call("db", "current", "--json").json

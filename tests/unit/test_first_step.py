@@ -1,6 +1,7 @@
 """What is loaded before the first step, and when."""
 
 import contextlib
+import gc
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.support.cli_calls import Call
+from tests.support.forked_child import start_child
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import PreflightError
@@ -62,27 +64,32 @@ def test_a_local_job_starts_the_agent_without_what_submitit_starts_first() -> No
     assert path == "'/runs/a b/attempts/0001/request.json'"
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_the_collector_pauses_while_a_session_is_imported(before: bool) -> None:
-    code = f"""
-import gc, sys
-if not {before}:
-    gc.disable()
-while_imported = []
-class Recorder:
-    def find_spec(self, name, *_):
-        while_imported.append(gc.isenabled())
-sys.meta_path.insert(0, Recorder())
-from holdfast.trainer import ElasticSampler, Session
-seen = [while_imported[-1], gc.isenabled()]
-try:
-    from holdfast.trainer import Missing
-except ImportError:
-    seen.append(gc.isenabled())
-print(seen)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str([False, before, before])
+def import_a_session(is_on: bool) -> None:
+    """Import the trainer in a process that has torch, with the collector on or off before."""
+    (gc.enable if is_on else gc.disable)()
+    for name in [one for one in sys.modules if one.partition(".")[0] == "holdfast"]:
+        del sys.modules[name]
+    while_imported: list[bool] = []
+
+    class Recorder:
+        def find_spec(self, *_: object) -> None:
+            while_imported.append(gc.isenabled())
+
+    sys.meta_path.insert(0, Recorder())
+    from holdfast.trainer import Session
+
+    assert Session.__module__ in sys.modules
+    assert not while_imported[-1]
+    assert gc.isenabled() == is_on
+    with pytest.raises(ImportError):
+        from holdfast.trainer import Missing  # noqa: F401
+    assert gc.isenabled() == is_on
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_collector_pauses_while_a_session_is_imported(is_on: bool) -> None:
+    _, status = os.waitpid(start_child(lambda: import_a_session(is_on)), 0)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from holdfast.trainer.streams.convert import as_source, why_inexact
 ROWS, SHARDS = 40, 4
 
 
+@cache
+def table(count: int) -> Any:
+    return datasets.Dataset.from_dict({"n": list(range(count))})
+
+
 def rows(count: int = ROWS) -> Any:
-    made = datasets.Dataset.from_dict({"n": list(range(count))})
-    return made.to_iterable_dataset(num_shards=SHARDS)
+    return table(count).to_iterable_dataset(num_shards=SHARDS)
 
 
 def same(row: dict[str, Any]) -> dict[str, Any]:

@@ -99,6 +99,11 @@ def imported(node: ast.AST) -> Iterator[str]:
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
+def import_graph() -> grimp.ImportGraph:
+    return grimp.build_graph("holdfast")
+
+
 def top(module: str) -> str:
     return module.partition(".")[0]
 
@@ -116,7 +121,7 @@ def test_the_import_contracts_are_kept() -> None:
 
 
 def test_the_tools_see_the_parts_in_all_folders_of_the_package() -> None:
-    graph = grimp.build_graph("holdfast")
+    graph = import_graph()
     parts = PARTS.keys() - {"migrations", "bench"}
     assert graph.find_children("holdfast") == {f"holdfast.{part}" for part in parts}
     # With this file, tools and Python would no longer look into the other folders.
@@ -125,7 +130,7 @@ def test_the_tools_see_the_parts_in_all_folders_of_the_package() -> None:
 
 def test_no_module_imports_itself_through_others() -> None:
     """Imports within functions and imports for annotations count too."""
-    graph = grimp.build_graph("holdfast")
+    graph = import_graph()
     imports = {one: graph.find_modules_directly_imported_by(one) for one in graph.modules}
     assert len(imports) > 500
     circle: list[str] = []

@@ -233,7 +233,7 @@ def test_a_compression_that_nothing_unpacks_is_refused(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        "holdfast.trainer.streams.packed.find_spec",
+        "holdfast.trainer.streams.mds.find_spec",
         lambda name: None if name == "pyarrow" else find(name),
     )
     with pytest.raises(

@@ -15,9 +15,9 @@ from holdfast.contracts.errors import MissingNodesError
 from holdfast.contracts.node.channel import ChannelHost
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import load_context
+from holdfast.workers.agent.health.root_check import root_ending
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.leading import build_outcome
-from holdfast.workers.agent.root_check import root_ending
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.stops.signals import SignalBox
 from holdfast.workers.nodes.root_probe import RACES, RootProblem

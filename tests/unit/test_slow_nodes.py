@@ -15,9 +15,9 @@ from tests.support.runs import RunFolder
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.records.alerts import noticed
 from holdfast.contracts.spec.sections import Slowdown
-from holdfast.workers.agent import departure
 from holdfast.workers.agent.context import load_context
-from holdfast.workers.agent.departure import LEFT_MAX, LOOK_EVERY_S, SlowNodes
+from holdfast.workers.agent.stops import departure
+from holdfast.workers.agent.stops.departure import LEFT_MAX, LOOK_EVERY_S, SlowNodes
 from holdfast.workers.agent.watch.slowdowns import SlowNode
 from holdfast.workers.decisions.drained_nodes import LeavePrice, gain_of, restart_price_s
 

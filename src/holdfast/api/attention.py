@@ -4,6 +4,9 @@ The index knows what a run's processes wrote. A process that was killed writes n
 looks for the `signs` of its life. All clients share one answer, which is at most `FRESH_S` old, and
 newer than the last change of these signs. While one request renews it, the others get the last one,
 unless that is `STALE_S` old. `findings` judges what the journals say.
+
+A run's journal has the acknowledgements of its problems. A problem of a root belongs to no run, so
+this server keeps its acknowledgement in a file beside its tokens, until the problem is solved.
 """
 
 from __future__ import annotations
@@ -18,9 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from holdfast.api.acknowledgements import RootAcknowledgements, acknowledged_in
 from holdfast.api.capacity import find_full_roots
 from holdfast.api.findings import (
     PROTECTION,
@@ -37,11 +39,13 @@ from holdfast.api.findings import (
     pending_reason,
     waiting_since,
 )
+from holdfast.api.problems import LOG
 from holdfast.api.schemas import Acknowledged, AttentionItem, WaitingRun
 from holdfast.api.signs import LifeSigns
 from holdfast.api.steering import read_supervision
 from holdfast.api.store import STEERING, IndexStore
 from holdfast.api.watch import Watch
+from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.disk.filesystems import is_there
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import RunPaths
@@ -50,7 +54,7 @@ from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.records.alerts import KINDS
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.states import RunState
-from holdfast.lineage.queries.views import RunRow, iso
+from holdfast.lineage.queries.views import RunRow, iso, iso_time
 from holdfast.workers.nodes.heartbeats import live_step, read_heartbeats
 
 FRESH_S: Final = 2.0
@@ -61,6 +65,8 @@ ITEMS_MAX: Final = 200
 # The text of an error may be a page long.
 TEXT_CHARACTERS_MAX: Final = 500
 _LEVELS: Final = ("bad", "warn")
+# The acknowledgements of the roots' problems.
+FILE: Final = "acknowledged.json"
 
 
 @dataclass
@@ -330,3 +336,68 @@ def _urgency(item: AttentionItem) -> tuple[bool, int, str, str]:
     done = item.acknowledged is not None
     # A problem whose beginning is unknown is the oldest.
     return done, _LEVELS.index(item.level), item.since or "", item.run or ""
+
+
+class _Document(BaseModel):
+    """The file: the acknowledgements by the id of the problem."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    roots: dict[str, Acknowledged] = {}
+
+
+def acknowledged_in(events: Iterable[Event]) -> dict[str, Acknowledged]:
+    """Return the acknowledgements in a journal by the problem's id; the first one counts."""
+    found: dict[str, Acknowledged] = {}
+    for event in events:
+        texts = (event.data.get(key) for key in ("by", "note"))
+        by, note = (one if isinstance(one, str) else "" for one in texts)
+        done = Acknowledged(by=by, at=iso_time(event.time), note=note)
+        found.setdefault(str(event.data.get("alert")), done)
+    return found
+
+
+class RootAcknowledgements:
+    """The acknowledgements of the roots' problems. Thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._lock = threading.Lock()
+        self._found = self._read()
+
+    def get(self, identity: str) -> Acknowledged | None:
+        return self._found.get(identity)
+
+    def add(self, identity: str, done: Acknowledged) -> Acknowledged:
+        """Record an acknowledgement and return the one that counts, which is the first."""
+        with self._lock:
+            if identity not in self._found:
+                self._write({**self._found, identity: done})
+            return self._found[identity]
+
+    def keep(self, identities: Iterable[str]) -> None:
+        """Forget the acknowledgements of all other problems, because they are solved."""
+        with self._lock:
+            kept = {name: self._found[name] for name in identities if name in self._found}
+            if kept == self._found:
+                return
+            try:
+                self._write(kept)
+            except OSError as error:
+                # The next look tries it again.
+                LOG.warning("%s: cannot be written: %s", self._path, error)
+
+    def _read(self) -> dict[str, Acknowledged]:
+        try:
+            return dict(_Document.model_validate_json(self._path.read_bytes()).roots)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValidationError) as error:
+            LOG.warning("%s: cannot be read, so it counts as empty: %s", self._path, error)
+            return {}
+
+    def _write(self, found: dict[str, Acknowledged]) -> None:
+        make_directory(self._path.parent)
+        content = to_json(_Document(roots=found).model_dump(mode="json"))
+        write_bytes(self._path, content, mode=0o600)
+        self._found = found

@@ -19,8 +19,8 @@ from holdfast.contracts.spec.steps_total import steps_total
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.blame import blame_checkpoint
 from holdfast.workers.agent.context import LAUNCHES_MAX, AgentContext, NodePlace, take_number
-from holdfast.workers.agent.departure import Departure, SlowNodes
 from holdfast.workers.agent.health.gpus import GpuJudge
+from holdfast.workers.agent.health.root_check import RootCheck
 from holdfast.workers.agent.health.watch import HealthWatch
 from holdfast.workers.agent.launch.warm_standby import StandbyPlan
 from holdfast.workers.agent.losses import (
@@ -34,9 +34,9 @@ from holdfast.workers.agent.losses import (
 from holdfast.workers.agent.neighbours import Neighbours
 from holdfast.workers.agent.node import CrashReport, LedNode, NodeReport
 from holdfast.workers.agent.node_group import NodeGroup
-from holdfast.workers.agent.root_check import RootCheck
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.stops.agreement import StopAgreement
+from holdfast.workers.agent.stops.departure import Departure, SlowNodes
 from holdfast.workers.agent.stops.listener import StopListener
 from holdfast.workers.agent.stops.signals import SignalBox
 from holdfast.workers.agent.stops.sources import (

@@ -8,7 +8,7 @@ of the loader's own sampler. In the middle of an epoch, a resume continues with 
 | a `DataLoader` with a batch sampler | the sampler draws its ids again, and no data is read |
 | a loader that has a state, such as `StatefulDataLoader` | by that state |
 | a single loader over a stream that names its shards | by the position of the session's stream |
-| other streams, several loaders, other iterables | the batches are read again: `read_again` |
+| other streams, several loaders, other iterables | the batches are read again: `NotedStreams` |
 
 Of several loaders, the shorter ones begin again within an epoch, and then draw from generators that
 the model has used, too. So each such moment is noted, and the batches are read again from the same
@@ -22,18 +22,23 @@ the epoch's first batch, and counts on.
 from __future__ import annotations
 
 import contextlib
+import pickle
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import repeat
 from typing import Any, Final
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.utilities import CombinedLoader
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
+from holdfast.contracts.disk.digests import RunningDigest
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.records.topology import FIXED, GLOBAL_BATCHES
 from holdfast.trainer.frameworks.data_generators import DataGenerators
@@ -45,9 +50,8 @@ from holdfast.trainer.frameworks.lightning.global_batch import (
     limits_of,
     sampler_of,
 )
-from holdfast.trainer.frameworks.lightning.read_again import NotedStreams, WatchedStreams
 from holdfast.trainer.frameworks.session import FrameworkSession
-from holdfast.trainer.frameworks.streamed import has_shards, is_stream, stream_arguments
+from holdfast.trainer.frameworks.streamed import WAY_OUT, has_shards, is_stream, stream_arguments
 from holdfast.trainer.state import rng
 from holdfast.trainer.streams.loader import StreamLoader
 from holdfast.trainer.streams.source import names_of
@@ -55,6 +59,10 @@ from holdfast.trainer.streams.source import names_of
 # The states of generators by their place. `DATA` has those of datasets and collators.
 Draws = dict[str, Any]
 DATA: Final = "data"
+# Bytes at each end of a tensor that count. Whole batches of images would take milliseconds.
+_END_BYTES: Final = 4096
+# Lightning fetches a batch ahead.
+_KEPT: Final = 4
 
 
 def can_be_stream(loader: Any) -> bool:
@@ -559,3 +567,81 @@ def _skip_batches(loader: Any, count: int) -> Remaining:
     if loader._iterator is not None:
         loader._iterator._index_sampler = remaining
     return remaining
+
+
+class NotedStreams(CombinedLoader):
+    """Streams whose batches are noted, so that a resume knows whether it reads the same ones.
+
+    `digests` has the digest of an epoch's batches up to each of the last ones, by their number.
+    """
+
+    digests: dict[int, str]
+
+    def begin_epoch(self) -> None:
+        """Forget the batches of the epoch before."""
+        self.digests = {0: ""}
+
+    def __next__(self) -> Any:
+        found = super().__next__()
+        number, before = list(self.digests.items())[-1]
+        self.digests[number + 1] = digest_of_batch(before, found[0])
+        self.digests.pop(number + 1 - _KEPT, None)
+        return found
+
+    def require_same(self, trained: int, saved: str) -> None:
+        """Raise `CheckpointError` if the first `trained` batches are not those of the digest."""
+        if saved and self.digests.get(trained) != saved:
+            names = ", ".join(sorted({data_name(each) for each in self.flattened}))
+            raise CheckpointError(
+                f"the training stream {names} gave other samples when the first {trained} batches "
+                f"of the epoch were read again, so no resume can continue in it; {WAY_OUT}"
+            )
+
+
+class WatchedStreams(NotedStreams):
+    """Streams that this process reads, and that must not draw from the global generators.
+
+    The model draws from them between two batches, so batches that are read again would differ.
+    """
+
+    def __next__(self) -> Any:
+        before = _global_states()
+        batch = super().__next__()
+        if _global_states() != before:
+            names = ", ".join(sorted({data_name(each) for each in self.flattened}))
+            raise SpecError(
+                f"the training stream {names} draws from the global random generators while its "
+                "samples are read, and the model draws from them in between, so no resume could "
+                "read the same samples again. Give the stream a generator of its own, as an "
+                "attribute of the dataset, or read it in worker processes (num_workers=1 or more)"
+            )
+        return batch
+
+
+def digest_of_batch(before: str, batch: Any) -> str:
+    """Return a digest of a batch and of those before it. Of a large tensor, the ends count."""
+    running = RunningDigest(before.encode())
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            running.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            if leaf.device.type == "cpu" and leaf.layout == torch.strided:
+                flat = leaf.detach().reshape(-1)
+                ends = max(1, _END_BYTES // leaf.element_size())
+                for part in (flat[:ends], flat[-ends:]):
+                    running.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, str | bytes | int | float | None):
+            running.update(repr(leaf).encode())
+        else:
+            running.update(type(leaf).__name__.encode())
+    return str(running.hexdigest())
+
+
+def data_name(loader: Any) -> str:
+    """Return the name of a loader's dataset, or of another iterable."""
+    return type(getattr(loader, "dataset", loader)).__qualname__
+
+
+def _global_states() -> tuple[Any, ...]:
+    """Return the states of the global generators of the CPU, from which streams draw."""
+    torch_state = torch.get_rng_state().numpy().tobytes()
+    return torch_state, random.getstate(), pickle.dumps(np.random.get_state())

@@ -1,4 +1,4 @@
-"""Why and when an attempt stops or saves early: signals, notices, limits and the agreement.
+"""Why and when an attempt stops, saves early or leaves nodes: signals, notices and the agreement.
 
 A module belongs here if it is a source of a stop request or carries one to the ranks.
 """
