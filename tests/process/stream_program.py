@@ -112,7 +112,8 @@ def import_streaming() -> Any:
     """Return the package of MosaicML Streaming, which imports torchvision for pictures."""
     if torch.version.cuda is None:
         # torchvision on PyPI is built for CUDA, so its operators are missing beside another torch.
-        library = torch.library.Library("torchvision", "FRAGMENT")
+        library: Any = torch.library
+        library = library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return importlib.import_module("streaming")

@@ -29,7 +29,7 @@ LEFT: Final = "0000*_*"
 @pytest.fixture(scope="module")
 def python() -> str:
     """The Python of the environment with the package."""
-    setup = [ROOT / "infra" / "setup" / "layered.sh", "streaming"]
+    setup: list[Any] = [ROOT / "infra" / "setup" / "layered.sh", "streaming"]
     done = subprocess.run(setup, capture_output=True, text=True, timeout=SETUP_S, check=False)
     if done.returncode:
         pytest.skip(f"the packages of infra/setup/streaming.lock cannot be had: {done.stderr}")
