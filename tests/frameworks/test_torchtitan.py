@@ -1,7 +1,7 @@
 """torchtitan under Holdfast: interrupted runs equal those of torchtitan alone, and refusals.
 
 The real torchtitan runs on two ranks over gloo, with FSDP2. It has an environment of its own, which
-the first test makes: infra/setup/torchtitan.sh.
+the first test makes: infra/setup/layered.sh.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ IGNORED: Final = -100
 @pytest.fixture(scope="session")
 def titan() -> Path:
     """The Python of the environment with torchtitan."""
-    subprocess.run([ROOT / "infra" / "setup" / "torchtitan.sh"], check=True, timeout=SETUP_S)
+    setup = [ROOT / "infra" / "setup" / "layered.sh", "torchtitan"]
+    subprocess.run(setup, check=True, timeout=SETUP_S)
     return ROOT / ".setup" / "torchtitan" / "bin" / "python"
 
 

@@ -10,6 +10,8 @@ step sleeps until a file `hurry` exists.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import io
 import json
 import os
@@ -109,6 +111,29 @@ def stateful_loader(workers: int) -> Any:
     return StatefulDataLoader(Noted(), batch_size=batch, sampler=sampler, num_workers=workers)
 
 
+@functools.cache
+def import_streaming() -> Any:
+    """Return the package of MosaicML Streaming, which imports torchvision for pictures."""
+    if torch.version.cuda is None:
+        # torchvision on PyPI is built for CUDA, so its operators are missing beside another torch.
+        library: Any = torch.library
+        library = library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return importlib.import_module("streaming")
+
+
+def streaming_dataset(folder: Path) -> Any:
+    """Return a shuffled `StreamingDataset` over shards that its writer wrote."""
+    return import_streaming().StreamingDataset(
+        local=str(folder),
+        batch_size=GLOBAL_BATCH // dist.get_world_size(),
+        shuffle=True,
+        shuffle_block_size=16,
+        num_canonical_nodes=2,
+    )
+
+
 def source_of(kind: str, folder: Path, limit: int | None) -> tuple[Any, dict[str, Any]]:
     """Return a source, and arguments that belong to it."""
     paths = sorted(map(str, folder.glob("*.jsonl")))[:limit]
@@ -117,6 +142,8 @@ def source_of(kind: str, folder: Path, limit: int | None) -> tuple[Any, dict[str
         return lines, {"transform": noisy, "shuffle": True, "buffer": BUFFER, "open_shards": 2}
     if kind == "mds":
         return MdsShards(folder), {"transform": noisy, "shuffle": True, "buffer": BUFFER}
+    if kind == "streaming":
+        return streaming_dataset(folder), {"transform": noisy}
     if kind == "nodes":
         return NodeShards(paths, pipeline_of), {"transform": noisy, "open_shards": 2}
     tars = sorted(map(str, folder.glob("*.tar")))

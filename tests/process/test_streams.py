@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,16 +29,22 @@ pytestmark = pytest.mark.timeout(900)
 class StreamRun:
     """One run over several launches, in a folder with its data."""
 
+    python = sys.executable
+
     def __init__(self, folder: Path, source: str, workers: int, **more: Any) -> None:
         self.directory, self.launches = folder / "run", 0
         self.data = folder / "data"
-        write_data(self.data)
+        self.write_data()
         named = {"directory": str(self.directory), "data": str(self.data)}
         self.settings = {**named, "source": source, "workers": workers, **more}
 
+    def write_data(self) -> None:
+        """Write the shards."""
+        write_data(self.data)
+
     def launch(self, ranks: int, how: str = "", step: int = 0) -> str:
         """Launch the identical command once. Return its output."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command = [self.python, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command += ["--master-port", "0", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", "localhost:0"]
         env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
@@ -46,10 +53,14 @@ class StreamRun:
         self.launches += 1
         if how:
             env[f"STREAM_{how}_AT"] = str(step)
-        done = forked.run([*command, PROGRAM, json.dumps(self.settings)], env=env, timeout=WAIT_S)
+        done = self.run([*command, PROGRAM, json.dumps(self.settings)], env)
         is_cut = how in ("KILL", "REFUSED")
         assert (done.returncode != 0) == is_cut, done.stdout + done.stderr
         return done.stdout + done.stderr
+
+    def run(self, command: list[Any], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        return forked.run(command, env=env, timeout=WAIT_S)
 
     def lines(self) -> list[dict[str, Any]]:
         """The lines of all ranks, by step and rank. Only the last launch of a step counts."""

@@ -16,9 +16,10 @@ from holdfast.trainer.data.sampler import note_on_open_loaders
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.session.lifetime import Lifetime, while_open
 from holdfast.trainer.state.run_state import ProgramState, Streams
-from holdfast.trainer.streams.convert import as_source
+from holdfast.trainer.streams.convert import as_source, is_streaming_dataset
 from holdfast.trainer.streams.dataset import StreamDataset
 from holdfast.trainer.streams.loader import StreamLoader, StreamOptions
+from holdfast.trainer.streams.mosaic import StreamingLoader, check_arguments
 from holdfast.trainer.streams.source import SHARDS_MAX, Source
 
 # Arguments that are passed on to torch's DataLoader.
@@ -31,6 +32,7 @@ PASSED_ON: Final = (
 )
 NAME: Final = "stream"
 WORKERS_MAX: Final = 1024
+BUFFER: Final = 1000
 BUFFER_MAX: Final = 1 << 31
 
 
@@ -58,7 +60,7 @@ class StreamMethods:
         *,
         global_batch: int | None = None,
         shuffle: bool = False,
-        buffer: int = 1000,
+        buffer: int = BUFFER,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         transform: Callable[[Any], Any] | None = None,
@@ -68,7 +70,7 @@ class StreamMethods:
         seed: int | None = None,
         name: str = NAME,
         **loader: Any,
-    ) -> StreamLoader:
+    ) -> StreamLoader | StreamingLoader:
         """Returns a loader over shards, which continues exactly after a resume, at any size.
 
         Use it in place of a DataLoader over an `IterableDataset`. Each batch is one step. Every
@@ -76,7 +78,8 @@ class StreamMethods:
 
         Args:
             source: a `Source`, an object with its two methods, a `datasets.IterableDataset`, or a
-                `webdataset.WebDataset`.
+                `webdataset.WebDataset`. Or a `StreamingDataset` of MosaicML Streaming, which has
+                its own batch size and order.
             batch_size: samples of each rank and step.
             global_batch: in its place, the samples of all ranks in each step.
             shuffle: shuffle the order of the shards, and the samples in blocks of `buffer`.
@@ -98,6 +101,11 @@ class StreamMethods:
         """
         self._require_before_steps()
         position = self._position
+        if is_streaming_dataset(source):
+            usual = {"shuffle": False, "buffer": BUFFER, "open_shards": 1}
+            given = {"shuffle": shuffle, "buffer": buffer, "open_shards": open_shards}
+            size = check_arguments(source, given, usual)
+            batch_size = size if batch_size is global_batch is None else batch_size
         options = StreamOptions(
             batch=_batch(batch_size, global_batch, position.world_size),
             seed=self.seed if seed is None else check_seed(seed),
@@ -117,7 +125,7 @@ class StreamMethods:
 
     def _open_stream(
         self, source: Any, options: StreamOptions, name: str, part: int, parts: int
-    ) -> StreamLoader:
+    ) -> StreamLoader | StreamingLoader:
         """Make a stream of which this rank reads `part` of `parts`, and let it continue."""
         made = self._make(source, options, part, parts)
         self._has_stream = True
@@ -141,21 +149,18 @@ class StreamMethods:
         if text and self._ranks.rank == 0:
             report(f"holdfast: {text}")
 
-    def _make(self, source: Any, options: StreamOptions, part: int, parts: int) -> StreamLoader:
+    def _make(
+        self, source: Any, options: StreamOptions, part: int, parts: int
+    ) -> StreamLoader | StreamingLoader:
         """Make the loader on all ranks. All raise if one cannot, or if they differ."""
-        made: list[StreamLoader] = []
+        made: list[StreamLoader | StreamingLoader] = []
 
         def make() -> dict[str, Any]:
-            made.append(
-                StreamLoader(
-                    source_of(source),
-                    options,
-                    part=part,
-                    parts=parts,
-                    ranks=self._ranks,
-                    place=self._position,
-                )
-            )
+            who: dict[str, Any] = {"parts": parts, "ranks": self._ranks, "place": self._position}
+            if is_streaming_dataset(source):
+                made.append(StreamingLoader(source, options, **who))
+            else:
+                made.append(StreamLoader(source_of(source), options, part=part, **who))
             return made[0].facts()
 
         facts = self._ranks.gather(make)
@@ -168,7 +173,7 @@ class StreamMethods:
         return made[0]
 
 
-def _continued(streams: Streams, name: str, made: StreamLoader) -> str:
+def _continued(streams: Streams, name: str, made: StreamLoader | StreamingLoader) -> str:
     """Let a stream continue after its saved state, if there is one. Return a line for people."""
     saved = streams.add_rows(name, made)
     if saved is not None:

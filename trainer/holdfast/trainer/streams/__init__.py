@@ -9,7 +9,7 @@ epoch are shared. `lanes` reads one lane, in the loader's worker. `loader` runs 
 starts workers, counts what it delivered, and agrees with the other ranks when a division ends.
 `source` has the interface of a source, and `dataset` gives one to a framework's loader. `tar` and
 `mds` read formats of shards, through `files`. `convert` adapts what the packages `datasets`,
-`webdataset` and `torchdata` have.
+`webdataset` and `torchdata` have. `mosaic` continues a `StreamingDataset` in its own order.
 """
 
 from __future__ import annotations

@@ -444,10 +444,10 @@ def as_source(given: Any) -> Source:
     packages = {kind.__module__.partition(".")[0] for kind in type(given).__mro__}
     if "webdataset" in packages:
         return from_web_dataset(given)
-    if "streaming" in packages and "StreamingDataset" in {k.__name__ for k in type(given).__mro__}:
+    if is_streaming_dataset(given):
         raise TypeError(
-            f"source={type(given).__name__}: it divides its samples itself; give session.stream "
-            "MdsShards(folder), which reads the same shards"
+            f"source={type(given).__name__}: it divides its samples itself, so only session.stream "
+            "takes it; here, use MdsShards(folder), which reads the same shards in another order"
         )
     if "torchdata" in packages:
         raise TypeError(
@@ -460,6 +460,14 @@ def as_source(given: Any) -> Source:
     raise TypeError(
         f"source={type(given).__name__}: it does not name its shards, so nobody can say which part "
         f"of it was read; {WHAT_WORKS}"
+    )
+
+
+def is_streaming_dataset(given: Any) -> bool:
+    """Return True for a `StreamingDataset`, or an object of a class below it."""
+    return any(
+        kind.__name__ == "StreamingDataset" and kind.__module__.partition(".")[0] == "streaming"
+        for kind in type(given).__mro__
     )
 
 

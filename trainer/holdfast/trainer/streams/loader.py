@@ -79,6 +79,21 @@ class StreamOptions:
     loader: Mapping[str, Any]
 
 
+class SkippedBatches:
+    """Counts the batches to leave out because of the recorded skip windows, each window once."""
+
+    def __init__(self, place: TrainingPlace) -> None:
+        self._place = place
+        self._seen: set[SkipWindow] = set()
+
+    def before_step(self, batches_per_step: int) -> int:
+        """Return how many batches to leave out before the batch of the current step."""
+        windows = {w for w in self._place.skips if w.first_step == self._place.next_step}
+        new = windows - self._seen
+        self._seen |= new
+        return sum(window.steps for window in new) * batches_per_step
+
+
 class StreamLoader:
     """Iterates over the batches of a stream, an epoch at a time. `Session.stream` makes one.
 
@@ -112,13 +127,13 @@ class StreamLoader:
         if (finish := getattr(source, "finish_sample", None)) is not None:
             options = replace(options, transform=_Both(finish, options.transform))
         self._source, self._options, self._names = source, options, tuple(names_of(source))
-        self._part, self._parts, self._ranks, self._place = part, parts, ranks, place
+        self._part, self._parts, self._ranks = part, parts, ranks
         self._digest = digest_of("\0".join(self._names).encode())
         self._reader: Iterator[Delivery] | None = None
         self._ahead: Delivery | None = None
         # Whether the ranks know if the epoch has another batch.
         self._is_agreed = False
-        self._skipped: set[SkipWindow] = set()
+        self._skipped = SkippedBatches(place)
         # The places of this division as `state_dict` has them. They stay the same until the next.
         self._dealt_places: tuple[bytes, int] | None = None
         self._begin_epoch(0)
@@ -145,7 +160,7 @@ class StreamLoader:
 
     def next_of(self, epoch: int) -> Any:
         """Return the next batch of an epoch. Raises `StopIteration` if the epoch is over."""
-        skipping = self._skipping()
+        skipping = self._skipped.before_step(self.batches_per_step)
         while self._options.repeat or self.epoch == epoch:
             found = self._deliver()
             if found is None:
@@ -160,13 +175,6 @@ class StreamLoader:
     def given(self) -> int:
         """The number of batches of this epoch that were given."""
         return self._given
-
-    def _skipping(self) -> int:
-        """Return how many batches to leave out before the batch of the current step."""
-        windows = {w for w in self._place.skips if w.first_step == self._place.next_step}
-        new = windows - self._skipped
-        self._skipped |= new
-        return sum(window.steps for window in new) * self.batches_per_step
 
     def has_next(self) -> bool:
         """Return whether the epoch has another batch, which is read now and given later.
@@ -287,8 +295,8 @@ class StreamLoader:
             num_workers=workers,
             collate_fn=_as_it_is,
             # The seed of the workers, which would otherwise be drawn from the program's generator.
-            generator=_generator(),
-            **(options.loader if workers else _without_workers(options.loader)),
+            generator=new_generator(),
+            **(options.loader if workers else without_workers(options.loader)),
         )
         self._reader = iter(loader)
         return self._reader
@@ -462,13 +470,14 @@ class _Both:
         return found if self._second is None else self._second(found)
 
 
-def _generator() -> Any:
+def new_generator() -> Any:
+    """Return torch's generator with a fixed seed."""
     import torch
 
     return torch.Generator().manual_seed(0)
 
 
-def _without_workers(given: Mapping[str, Any]) -> dict[str, Any]:
+def without_workers(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a DataLoader that it accepts without workers."""
     of_workers = {"prefetch_factor", "timeout", "worker_init_fn", "multiprocessing_context"}
     return {key: value for key, value in given.items() if key not in of_workers}

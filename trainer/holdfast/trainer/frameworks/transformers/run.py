@@ -413,7 +413,10 @@ class TrainerRun:
         if self._given is None:
             return
         source, options = self._given
-        self._stream = session.stream(source, **options)
+        stream = session.stream(source, **options)
+        # The adapter has refused a `StreamingDataset`.
+        assert isinstance(stream, StreamLoader)
+        self._stream = stream
         accumulation = self._trainer.args.gradient_accumulation_steps
         self.prepared = self.prepared[0], StreamEpochs(self._stream, accumulation)
 

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Makes .setup/torchtitan, the Python environment of the tests of torchtitan: the packages of
-# torchtitan.lock, layered over .venv. It returns at once if nothing has changed.
+# Makes .setup/NAME, the Python environment of the tests of a package: the packages of
+# infra/setup/NAME.lock, layered over .venv. It returns at once if nothing has changed.
+#
+#     infra/setup/layered.sh NAME
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-readonly LOCK=infra/setup/torchtitan.lock
-readonly ENVIRONMENT=.setup/torchtitan
+readonly NAME="${1:?expected the name of an environment, such as torchtitan}"
+readonly LOCK="infra/setup/$NAME.lock"
+readonly ENVIRONMENT=".setup/$NAME"
 readonly LOCK_WAIT_S=500
 readonly PIP_LIMIT_S=400
 readonly PIP_RETRIES=3
@@ -30,7 +33,7 @@ layer_over_venv() {
 make_environment() {
     local stamp own
     stamp="$(wanted_stamp) $PWD"
-    if [[ -x $ENVIRONMENT/bin/python && "$(cat $ENVIRONMENT/stamp 2>/dev/null)" == "$stamp" ]]; then
+    if [[ -x $ENVIRONMENT/bin/python && "$(cat "$ENVIRONMENT/stamp" 2>/dev/null)" == "$stamp" ]]; then
         return
     fi
     [[ -x .venv/bin/python ]] || die "there is no .venv; run infra/setup/setup.sh first"
@@ -48,9 +51,9 @@ make_environment() {
 
 main() {
     mkdir -p .setup
-    exec 9>.setup/torchtitan.lock
+    exec 9>"$ENVIRONMENT.lock"
     flock -w "$LOCK_WAIT_S" 9 ||
-        die "another setup has held .setup/torchtitan.lock for $LOCK_WAIT_S s; end it first"
+        die "another setup has held $ENVIRONMENT.lock for $LOCK_WAIT_S s; end it first"
     make_environment
 }
 
