@@ -62,7 +62,7 @@ class SavedRow(NamedTuple):
     topology: dict[str, Any]
 
 
-class RunFacts(NamedTuple):
+class RunWithEvents(NamedTuple):
     """A run, its newest events by group, and the checkpoint that it would resume from."""
 
     shown: views.RunView
@@ -168,12 +168,12 @@ class IndexStore:
         return run_queries.show_run(self.index.open(), _no_path(run), now=time.time())
 
     @in_one_read
-    def read_run(self, run: str, groups: Sequence[Sequence[EventKind]]) -> RunFacts:
+    def read_run(self, run: str, groups: Sequence[Sequence[EventKind]]) -> RunWithEvents:
         """Return one run with its newest events of each group of kinds."""
         shown = self.show_run(run)
         newest = pages.newest_on_branch(self.index.open(), shown["uid"])
         events = self.newest_of_each(shown["uid"], groups)
-        return RunFacts(shown, events, SavedRow(**newest) if newest else None)
+        return RunWithEvents(shown, events, SavedRow(**newest) if newest else None)
 
     @in_one_read
     def list_checkpoints(
