@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -158,7 +159,7 @@ def measure_pages(database: Database, runs: int) -> dict[str, dict[str, float]]:
     draw = random.Random(SEED)
     uids = [run_uid(draw.randrange(1, runs)) for _ in range(SAMPLES)]
     large, newest = run_uid(0), checkpoint_name(CHAIN - 1)
-    order = pages.RUN_ORDERS["created"]
+    order = replace(pages.RUN_ORDERS["created"], name="created desc")
     places = [
         cursors.write_cursor(order, {"created_at": 1.6e9 + draw.randrange(runs), "uid": uid})
         for uid in uids
@@ -196,7 +197,7 @@ def measure_api(url: str, runs: int) -> dict[str, dict[str, float]]:
     draw = random.Random(SEED)
     uids = [run_uid(draw.randrange(1, min(runs, RUNS_WITH_METRICS))) for _ in range(SAMPLES)]
     newest = f"{run_uid(0)}:{checkpoint_name(CHAIN - 1)}"
-    order = pages.RUN_ORDERS["created"]
+    order = replace(pages.RUN_ORDERS["created"], name="created desc")
     places = [
         cursors.write_cursor(order, {"created_at": T0 + draw.randrange(runs), "uid": uid})
         for uid in uids

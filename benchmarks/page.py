@@ -1,5 +1,7 @@
 """Speed of the web page: first view, size, live updates, and a graph of ten thousand checkpoints.
 
+It also measures how the memory of an open page grows.
+
     PYTHONPATH=. .venv/bin/python benchmarks/page.py [--checkpoints 10000] [--runs 10000]
 
 The first view and the navigation are also measured with an index of `--runs` runs, of which one in
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import statistics
 import tempfile
@@ -37,6 +40,10 @@ STEPS: Final = 20
 ROWS: Final = 10
 PAN_S: Final = 5.0
 PANS: Final = 60
+# The newest checkpoints that a page shows are at most as many.
+FULL: Final = 600
+WARM_S: Final = 60
+OPEN_S: Final = 180
 DEEP: Final = "deep"
 # Counts the frames that the page draws while the mouse drags it.
 COUNT_FRAMES: Final = """() => {
@@ -76,6 +83,7 @@ def main() -> None:
                 "first_view_s": first_view(browser, site),
                 "graph": graph(browser, site, count),
                 "news_s": news(browser, site, live),
+                "heap_growth_mib_per_h": heap_growth(browser, site, live),
             }
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/holdfast.db"
@@ -212,6 +220,31 @@ def news(browser: Browser, site: testbed.Site, run: RunFolder) -> float:
             page.get_by_role("link", name=shown, exact=True).wait_for()
             worst = max(worst, time.monotonic() - began)
     return worst
+
+
+def heap_growth(browser: Browser, site: testbed.Site, run: RunFolder) -> float:
+    """Return the MiB per hour by which the heap of a run's open page grows.
+
+    The run commits every second, the shortest time after which a page updates, and every list on
+    the page is full. The rate is that of a line through the sizes after a garbage collection.
+    """
+    steps = itertools.count(100_000)
+    for step in itertools.islice(steps, FULL):
+        run.commit(step, 1, at=time.time())
+    sizes: list[tuple[float, float]] = []
+    with testbed.page_of(browser, site) as (page, _):
+        page.goto(f"/runs/{run.name}")
+        page.get_by_text("live", exact=True).wait_for()
+        session = page.context.new_cdp_session(page)
+        began = time.monotonic()
+        while (passed_s := time.monotonic() - began) < WARM_S + OPEN_S:
+            run.commit(next(steps), 1, at=time.time())
+            page.wait_for_timeout(1000)
+            if passed_s > WARM_S:
+                session.send("HeapProfiler.collectGarbage")
+                used = session.send("Runtime.getHeapUsage")["usedSize"]
+                sizes.append((passed_s / 3600, used / 2**20))
+    return statistics.linear_regression(*zip(*sizes, strict=True)).slope
 
 
 if __name__ == "__main__":

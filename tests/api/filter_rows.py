@@ -22,6 +22,7 @@ def filter_rows(names: Callable[..., list[str]]) -> Facts:
         and set(names(user=["eve", "tester"])) == every,
         "query:cause": names(cause="preemption") == ["preempted"],
         "query:partition": names(partition="a100") == ["preempted"],
+        "query:account": names(account="vision") == ["preempted"],
         "query:tag": names(tag="night") == ["preempted"]
         and names(tag=["night", "llm"]) == ["preempted"]
         and names(tag=["night", "other"]) == names(tag="Night") == [],
@@ -36,8 +37,9 @@ def filter_rows(names: Callable[..., list[str]]) -> Facts:
 def of_total(route: str) -> Callable[[Any], Facts]:
     """The filters of a total, which counts the runs that the list shows."""
     given: dict[str, Any] = {"state": "completed", "search": "T-B", "user": "eve"}
-    given |= {"cause": "preemption", "partition": "a100", "tag": "night", "attention": True}
+    given |= {"cause": "preemption", "partition": "a100", "account": "vision", "tag": "night"}
     given |= {"created_from": T0 + 1, "created_to": T0 - 1, "created_within": 60.0}
+    given |= {"attention": True}
 
     def rows(w: Any) -> Facts:
         def is_same(one: dict[str, Any]) -> bool:
@@ -66,6 +68,7 @@ def group_rows(w: Any) -> Facts:
         "query:user": names(user="eve") == ["eve"],
         "query:cause": names(cause="preemption") == ["eve"],
         "query:partition": names(partition="a100") == ["eve"],
+        "query:account": names(account="vision") == ["eve"],
         "query:tag": names(tag="night") == ["eve"],
         "query:attention": "eve" in names(attention=True),
         "query:created_from": names(created_from=T0 + 1) == ["tester"],

@@ -125,3 +125,22 @@ def test_a_run_that_has_ended_when_it_is_first_seen_is_announced(
     end_one("after")
     watch.look()
     assert [(one.event, one.run) for one in hub._recent][-1] == ("run", "a" * 32)
+
+
+def test_a_change_that_is_announced_during_a_round_is_checked_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    # Ended runs are checked only if somebody announces a change.
+    monkeypatch.setattr("holdfast.api.watch.QUIET_PER_ROUND_MAX", 0)
+    run = RunFolder(tmp_path / "runs", "ended", "e" * 32)
+    run.submit(1, 1, time.time())
+    run.finish(1, AttemptState.COMPLETED, None, 100, time.time())
+    store = IndexStore(Index())
+    watch = Watch(store, Hub(), (tmp_path / "runs",))
+    # As far as a thread is in `touch` when the round takes the announced changes.
+    announce = watch._urgent.add
+    watch.look()
+    announce(run.paths.directory)
+    watch.look()
+    assert store.by_folder(run.paths.directory).uid == "e" * 32

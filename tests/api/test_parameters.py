@@ -113,6 +113,7 @@ BAD: Final[Mapping[str, tuple[Any, ...]]] = {
     "query:user": ("", LONG[:201], "ann\0"),
     "query:cause": ("bad luck", "", "HANG"),
     "query:partition": ("", LONG[:201], "a100\0"),
+    "query:account": ("", LONG[:201], "vision\0"),
     "query:tag": ("", "a b", LONG[:65], "-a", "night\0"),
     "query:attention": SWITCHES,
     "query:by": ("color", "", "USER"),

@@ -36,7 +36,7 @@ const totals = (gpu_hours: number): GoodputTotals => ({
 });
 
 describe("goodput and cost", () => {
-  it("are of the chosen user, partition and time, and by user or another group", async () => {
+  it("are of the chosen runs, and by user or another group", async () => {
     const server = openPage("/goodput?user=mia&since=week", {
       "GET /runs": { items: [line("gpt")], next: null, unreadable: [] },
       "GET /goodput": totals(7),
@@ -60,5 +60,11 @@ describe("goodput and cost", () => {
     fireEvent.change(screen.getByLabelText("Partition"), { target: { value: "a100" } });
     await waitFor(() => expect(server.requests("GET /goodput").at(-1)?.query).toMatchObject(
       { user: "mia", partition: "a100" }));
+    fireEvent.change(screen.getByLabelText("Account"), { target: { value: "vision" } });
+    fireEvent.change(screen.getByLabelText("Tag"), { target: { value: "night" } });
+    for (const request of ["GET /runs", "GET /goodput", "GET /goodput/groups"] as const) {
+      await waitFor(() => expect(server.requests(request).at(-1)?.query).toMatchObject(
+        { user: "mia", partition: "a100", account: "vision", tag: "night" }));
+    }
   });
 });

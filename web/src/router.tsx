@@ -130,6 +130,8 @@ const compare = createRoute({
 export interface GoodputSearch {
   user?: string;
   partition?: string;
+  account?: string;
+  tag?: string;
   since?: string;
   /** What the totals are grouped by, unless it is the user. */
   by?: GroupBy;
@@ -142,6 +144,8 @@ const goodput = createRoute({
   validateSearch: (given: Record<string, unknown>): GoodputSearch => ({
     user: text(given.user),
     partition: text(given.partition),
+    account: text(given.account),
+    tag: text(given.tag),
     since: text(given.since),
     by: groupOf(given.by),
   }),

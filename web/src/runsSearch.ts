@@ -17,6 +17,7 @@ export interface RunsSearch {
   user?: string;
   cause?: string;
   partition?: string;
+  account?: string;
   tag?: string;
   /** A word of `TIMES` for the time since which runs were submitted. */
   since?: string;
@@ -35,6 +36,7 @@ export const readRunsSearch = (given: Record<string, unknown>): RunsSearch => ({
   user: text(given.user),
   cause: text(given.cause),
   partition: text(given.partition),
+  account: text(given.account),
   tag: text(given.tag),
   since: text(given.since),
   attention: given.attention === true ? true : undefined,

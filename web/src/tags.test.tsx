@@ -50,7 +50,7 @@ describe("the tags in the list of runs", () => {
   it("are in the address, where one may look like a number", () => {
     expect(readRunsSearch({ tag: 2024 }).tag).toBe("2024");
     expect(readRunsSearch({ tag: ["a"] }).tag).toBeUndefined();
-    const names = ["search", "state", "user", "cause", "partition", "tag"] as const;
+    const names = ["search", "state", "user", "cause", "partition", "account", "tag"] as const;
     for (const name of names) expect(readRunsSearch({ [name]: 2024 })[name]).toBe("2024");
     const given = ["2024", "1e5", "1.0", "12345678901234567890", "null", "true", '"2024"'];
     expect(given.map((one) => text(readValue(one)))).toEqual(

@@ -96,7 +96,7 @@ export class Server {
       "GET /session": SESSION,
       "GET /attention": [],
       "GET /filters": { users: ["ann", "mia"], causes: ["hang", "node_failure"],
-        partitions: ["a100"], tags: ["llm", "night"] },
+        partitions: ["a100"], accounts: ["vision"], tags: ["llm", "night"] },
       "GET /runs/gpt": run({}),
       "GET /runs/gpt/timeline": [],
       "GET /runs/vit/timeline": [],

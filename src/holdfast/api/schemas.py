@@ -230,16 +230,7 @@ class RunDetail(views.RunView):
     trackers: list[TrackerRun]
 
 
-class CheckpointRow(views.CheckpointView, durability.DurabilityStatus):
-    """One row of `holdfast checkpoints RUN`, with the checkpoint's durability status.
-
-    `is_best` is true for the one that `RUN:best` names, by the spec's `checkpoint.keep.best`.
-    """
-
-    is_best: bool
-
-
-class CheckpointDetail(CheckpointRow):
+class CheckpointDetail(durability.CheckpointRow):
     """One checkpoint, its manifest, its consumers, and the commands that continue from it."""
 
     on_disk: bool

@@ -77,7 +77,7 @@ def refusals(shown: RunView, *, is_on_disk: bool) -> dict[str, str]:
 def read_supervision(
     paths: RunPaths, events: Sequence[Event], created_at: str, seen_at: float | None = None
 ) -> Supervision:
-    """Return the state of a live run's supervisor; `events` are from `Store.steering_events`.
+    """Return the state of a live run's supervisor; `events` are from `store.STEERING`.
 
     `seen_at` is when this server last saw one.
     """

@@ -9,17 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
-from holdfast.api.schemas import CheckpointRow, Page
+from holdfast.api.schemas import Page
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.records.alerts import KINDS
 from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.records.checkpoint_choice import choose_checkpoint, is_checkpoint
 from holdfast.contracts.redaction import secrets_of
 from holdfast.contracts.spec.secrets import longest_first, referred_secrets
 from holdfast.contracts.states import RunState
-from holdfast.lineage.database.states import CheckpointState
 from holdfast.lineage.index import Index
 from holdfast.lineage.queries import (
     comparison,
@@ -35,6 +33,7 @@ from holdfast.lineage.queries import (
 )
 from holdfast.lineage.queries.cursors import PAGE_MAX
 from holdfast.lineage.queries.cursors import RowPage as IndexPage
+from holdfast.lineage.queries.durability import CheckpointRow
 from holdfast.lineage.queries.openlineage import export_run
 from holdfast.lineage.queries.pages import (
     CheckpointFilter,
@@ -51,9 +50,6 @@ LIVE: Final = tuple(state for state in RunState if state.is_live)
 STEERING: Final = (EventKind.OPERATOR_REQUEST, EventKind.ORDER_STATE, EventKind.SUPERVISED)
 SECRETS_MAX: Final = 10_000
 
-# A rollback takes back a few checkpoints at a time.
-NEWEST_CHECKPOINTS_MAX: Final = 64
-
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -64,6 +60,14 @@ class SavedRow(NamedTuple):
     name: str
     world_size: int
     topology: dict[str, Any]
+
+
+class RunWithEvents(NamedTuple):
+    """A run, its newest events by group, and the checkpoint that it would resume from."""
+
+    shown: views.RunView
+    events: list[list[Event]]
+    newest: SavedRow | None
 
 
 def in_one_read(
@@ -89,12 +93,7 @@ class IndexStore:
 
     def find_run(self, run: str) -> RunRef:
         """Return the run with this uid, folder name or name. A path raises `NotFoundError`."""
-        # A client must not choose a path. The server would read any folder of its user.
-        if not RUN_ID.fullmatch(run):
-            raise NotFoundError(
-                f"{run[:120]!r} is not a valid run; expected a run's name, folder name or uid"
-            )
-        return run_queries.find_run(self.index.open(), run)
+        return run_queries.find_run(self.index.open(), _no_path(run))
 
     def by_folder(self, directory: Path) -> RunRef:
         return run_queries.find_run(self.index.open(), str(directory))
@@ -166,7 +165,15 @@ class IndexStore:
 
     @in_one_read
     def show_run(self, run: str) -> views.RunView:
-        return run_queries.show_run(self.index.open(), self.find_run(run).uid, now=time.time())
+        return run_queries.show_run(self.index.open(), _no_path(run), now=time.time())
+
+    @in_one_read
+    def read_run(self, run: str, groups: Sequence[Sequence[EventKind]]) -> RunWithEvents:
+        """Return one run with its newest events of each group of kinds."""
+        shown = self.show_run(run)
+        newest = pages.newest_on_branch(self.index.open(), shown["uid"])
+        events = self.newest_of_each(shown["uid"], groups)
+        return RunWithEvents(shown, events, SavedRow(**newest) if newest else None)
 
     @in_one_read
     def list_checkpoints(
@@ -179,27 +186,16 @@ class IndexStore:
         limit: int,
     ) -> Page[CheckpointRow]:
         """Return one page of a run's checkpoints, sorted by step, with their durability status."""
-        uid = self.find_run(run).uid
         found = pages.list_checkpoints(
             self.index.open(),
-            uid,
+            _no_path(run),
             where,
             newest_first=newest_first,
             after=after,
             limit=limit,
         )
-        return Page(items=self._with_durability(uid, found.items), next=found.next)
-
-    def newest_on_branch(self, run: str) -> SavedRow | None:
-        """Return the newest committed checkpoint that no rollback left; None if there is none."""
-        where = CheckpointFilter(states=(CheckpointState.COMMITTED,))
-        found = pages.list_checkpoints(
-            self.index.open(), run, where, newest_first=True, limit=NEWEST_CHECKPOINTS_MAX
-        )
-        for row in found.items:
-            if not row["rolled_back"] and row["world_size"]:
-                return SavedRow(Path(row["path"]).name, row["world_size"], row["topology"])
-        return None
+        rows = durability.add_status(self.index.open(), run, found.items)
+        return Page(items=rows, next=found.next)
 
     @in_one_read
     def show_checkpoint(self, identity: str) -> CheckpointRow:
@@ -211,7 +207,7 @@ class IndexStore:
         found = pages.list_checkpoints(self.index.open(), run.uid, where, limit=PAGE_MAX)
         for row in found.items:
             if row["id"].endswith(f":{name}"):
-                return self._with_durability(run.uid, [row])[0]
+                return durability.add_status(self.index.open(), run.uid, [row])[0]
         raise NotFoundError(f"{identity}: the checkpoint was just removed from the index")
 
     def has_mirror(self, identity: str) -> bool:
@@ -251,7 +247,7 @@ class IndexStore:
     ) -> Page[views.EventView]:
         found = pages.list_events(
             self.index.open(),
-            self.find_run(run).uid,
+            _no_path(run),
             where,
             newest_first=newest_first,
             after=after,
@@ -259,17 +255,9 @@ class IndexStore:
         )
         return _page(found)
 
-    def alert_events(self, run: str) -> list[Event]:
-        """Return the newest events that `contracts.alerts` describes, oldest first."""
-        return self.newest_events(run, KINDS)
-
-    def steering_events(self, run: str) -> list[Event]:
-        """Return the newest operator requests and supervisor starts, oldest first."""
-        return self.newest_events(run, STEERING)
-
     @in_one_read
     def timeline(self, run: str) -> list[reports.Segment]:
-        return run_queries.timeline(self.index.open(), self.find_run(run).uid, now=time.time())
+        return run_queries.timeline(self.index.open(), _no_path(run), now=time.time())
 
     def read_spec(self, run: str) -> Mapping[str, Any]:
         """Return the run's spec as the index has it. Raises `NotFoundError`."""
@@ -279,10 +267,13 @@ class IndexStore:
         self, run: str, kinds: Sequence[EventKind], attempt: int | None = None
     ) -> list[Event]:
         """Return the run's newest events of these kinds, see `pages.newest_events`."""
-        return pages.newest_events(self.index.open(), self.find_run(run).uid, kinds, attempt)
+        return pages.newest_events(self.index.open(), _no_path(run), kinds, attempt)
 
     def newest_of_each(self, uid: str, groups: Sequence[Sequence[EventKind]]) -> list[list[Event]]:
-        """Return `newest_events` for each group of kinds of a run in `live_runs`, by one query."""
+        """Return `newest_events` for each group of kinds, by one query.
+
+        The run is one of `live_runs` or `read_run`, so this account may read it.
+        """
         return pages.newest_of_each(self.index.open(), uid, groups)
 
     def checkpoint_sections(self, uids: Sequence[str]) -> dict[str, Any]:
@@ -298,25 +289,14 @@ class IndexStore:
         """Return the lineage with its long chains folded, see `folding`."""
         return folding.fold(self.lineage(run), opened)
 
-    def _with_durability(
-        self, uid: str, rows: Sequence[views.CheckpointView]
-    ) -> list[CheckpointRow]:
-        names = [row["id"].rpartition(":")[2] for row in rows]
-        known = durability.read_durability(self.index.open(), uid, names)
-        best = pages.best_of(self.index.open(), uid)
-        return [
-            CheckpointRow(**row, **known.get(name, durability.NOT_DURABLE), is_best=name == best)
-            for name, row in zip(names, rows, strict=True)
-        ]
-
     @in_one_read
     def openlineage(self, run: str) -> list[dict[str, Any]]:
-        return export_run(self.index.open(), self.find_run(run).uid)
+        return export_run(self.index.open(), _no_path(run))
 
     @in_one_read
     def metrics(self, run: str, names: tuple[str, ...], points: int) -> list[reports.Series]:
-        uid = self.find_run(run).uid
-        return totals.metric_series(self.index.open(), uid, names=names, points=points)
+        index = self.index.open()
+        return totals.metric_series(index, _no_path(run), names=names, points=points)
 
     def list_nodes(self, after: str | None, limit: int) -> Page[reports.NodeRow]:
         return _page(totals.list_nodes(self.index.open(), after=after, limit=limit))
@@ -355,6 +335,15 @@ class IndexStore:
     def live_runs(self) -> list[views.RunRow]:
         where = RunFilter(states=LIVE)
         return pages.list_runs(self.index.open(), where, limit=None).items
+
+
+def _no_path(run: str) -> str:
+    # A client must not choose a path. The server would read any folder of its user.
+    if not RUN_ID.fullmatch(run):
+        raise NotFoundError(
+            f"{run[:120]!r} is not a valid run; expected a run's name, folder name or uid"
+        )
+    return run
 
 
 def _page(found: IndexPage[T]) -> Page[T]:

@@ -153,8 +153,7 @@ class Watch:
         self._find_runs(began)
         self._notice_new_index()
         due = [path for path, seen in self._runs.items() if seen.is_live]
-        urgent, self._urgent = self._urgent, set()
-        looked = dict.fromkeys([*urgent, *due, *self._next_quiet()])
+        looked = dict.fromkeys([*_take_all(self._urgent), *due, *self._next_quiet()])
         seen = [self._runs[path].paths for path in looked if path in self._runs]
         for one in visit(seen, self._look_at):
             self._note_problem(one)
@@ -335,7 +334,7 @@ class Watch:
         while not self._stop.is_set():
             self._doubt.wait(max(0.0, due - time.monotonic()))
             self._doubt.clear()
-            doubted, self._doubted = self._doubted, set()
+            doubted = _take_all(self._doubted)
             is_due = time.monotonic() >= due
             due = time.monotonic() + RECONCILE_S if is_due else due
             live = [seen.paths for seen in list(self._runs.values()) if seen.is_live]
@@ -349,6 +348,15 @@ class Watch:
         # Do not write into another user's folder unless a user asks for it.
         if not self._stop.is_set() and paths.is_mine():
             reconcile(paths, writer=WRITER)
+
+
+def _take_all(shared: set[Path]) -> set[Path]:
+    """Empty a set to which other threads add, and return what was in it."""
+    taken = set()
+    # `pop` and `add` are atomic. A new set would lose what a thread adds to the old one.
+    while shared:
+        taken.add(shared.pop())
+    return taken
 
 
 def _new_beat(seen: _Seen, attempt: int) -> NodeBeat | None:

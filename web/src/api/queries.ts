@@ -42,6 +42,7 @@ export interface RunWhere {
   user?: string | undefined;
   cause?: string | undefined;
   partition?: string | undefined;
+  account?: string | undefined;
   tag?: string | undefined;
   attention?: boolean | undefined;
   created_within?: number | undefined;
@@ -69,7 +70,7 @@ export const useAttention = () =>
     refetchInterval: ATTENTION_MS,
   });
 
-/** The users, causes, partitions and tags by which runs can be filtered. */
+/** The users, causes, partitions, accounts and tags by which runs can be filtered. */
 export const useFilterValues = (enabled = true) =>
   useQuery({ queryKey: ["filters"], queryFn: () => get<FilterValues>("/filters"),
     staleTime: FILTERS_MS, enabled });

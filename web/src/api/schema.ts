@@ -400,6 +400,7 @@ export interface FilterValues {
   users: string[];
   causes: string[];
   partitions: string[];
+  accounts: string[];
   tags: string[];
 }
 

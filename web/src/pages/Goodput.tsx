@@ -10,6 +10,7 @@ import { groupOf, GROUPS } from "../goodput";
 import { GoodputBar, PartLegend } from "../parts/bars";
 import { Empty, Facts, Loaded, State, useTitle } from "../parts/basics";
 import { filterOf, isFiltered, pairs, Pick, SINCE } from "../parts/RunFilters";
+import type { GoodputSearch } from "../router";
 
 type Counted = RunRow & { goodput: Goodput };
 
@@ -51,16 +52,18 @@ function Odd({ run }: { run: RunRow }) {
 }
 
 function Filters() {
-  const { user, partition, since } = useSearch({ from: "/goodput" });
+  const { user, partition, account, tag, since } = useSearch({ from: "/goodput" });
   const navigate = useNavigate({ from: "/goodput" });
   const values = useFilterValues().data;
-  const to = (name: "user" | "partition" | "since") => (value: string | undefined) =>
+  const to = (name: Exclude<keyof GoodputSearch, "by">) => (value: string | undefined) =>
     void navigate({ search: (old) => ({ ...old, [name]: value }) });
   return (
     <div className="toolbar" role="search">
       <Pick label="User" value={user} values={pairs(values?.users)} pick={to("user")} />
       <Pick label="Partition" value={partition} values={pairs(values?.partitions)}
         pick={to("partition")} />
+      <Pick label="Account" value={account} values={pairs(values?.accounts)} pick={to("account")} />
+      <Pick label="Tag" value={tag} values={pairs(values?.tags)} pick={to("tag")} />
       <Pick label="Submitted in" value={since} values={SINCE} pick={to("since")} />
     </div>
   );
@@ -154,8 +157,8 @@ function Totals({ where }: { where: RunWhere }) {
 
 export function GoodputPage() {
   useTitle("Goodput and cost");
-  const { user, partition, since } = useSearch({ from: "/goodput" });
-  const where = filterOf({ user, partition, since });
+  const given = useSearch({ from: "/goodput" });
+  const where = filterOf(given);
   const list = useRuns(where);
   const runs = useMemo(
     () => list.data?.pages.flatMap((page) => page.items),
@@ -167,8 +170,7 @@ export function GoodputPage() {
       <Filters />
       <Loaded query={{ data: runs, error: list.error }}>
         {(found) => found.length === 0 ? (
-          <Empty title={
-            isFiltered({ user, partition, since }) ? "No matching runs" : "No runs yet"}>
+          <Empty title={isFiltered(given) ? "No matching runs" : "No runs yet"}>
             <p>This page shows the use of time and the cost of all runs.</p>
           </Empty>
         ) : (

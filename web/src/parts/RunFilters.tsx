@@ -19,14 +19,14 @@ const TIMES: Record<string, [string, number]> = {
   month: ["the last 30 days", 30 * 24 * HOUR_S],
 };
 
-const FOLDED = ["user", "cause", "partition", "tag", "since", "attention"] as const;
+const FOLDED = ["user", "cause", "partition", "account", "tag", "since", "attention"] as const;
 type Given = Pick<RunsSearch, "search" | "state" | (typeof FOLDED)[number]>;
 
 /** The server's parameters for a filter in the address. */
 export function filterOf({ since, ...given }: Given) {
-  const { search, state, user, cause, partition, tag, attention } = given;
+  const { search, state, user, cause, partition, account, tag, attention } = given;
   const created_within = since === undefined ? undefined : TIMES[since]?.[1];
-  return { search, state, user, cause, partition, tag, attention, created_within };
+  return { search, state, user, cause, partition, account, tag, attention, created_within };
 }
 
 /** The choices for the time since which runs were submitted. */
@@ -75,7 +75,7 @@ function SearchBox() {
   );
 }
 
-type Named = "state" | "user" | "cause" | "partition" | "tag" | "since";
+type Named = "state" | Exclude<(typeof FOLDED)[number], "attention">;
 
 /** A choice that stands in the address of the list of runs. */
 function Choice({ name, ...rest }: { name: Named; label: string; values: [string, string][] }) {
@@ -130,6 +130,7 @@ function More() {
         <Choice name="user" label="User" values={pairs(values?.users)} />
         <Choice name="cause" label="Last cause" values={pairs(values?.causes, plain)} />
         <Choice name="partition" label="Partition" values={pairs(values?.partitions)} />
+        <Choice name="account" label="Account" values={pairs(values?.accounts)} />
         <Choice name="tag" label="Tag" values={pairs(values?.tags)} />
         <Choice name="since" label="Submitted in" values={SINCE} />
         <label>

@@ -31,6 +31,10 @@ Partitions = Annotated[
     list[Name] | None,
     Query(description="The spec asks for any of these Slurm partitions", max_length=50),
 ]
+Accounts = Annotated[
+    list[Name] | None,
+    Query(description="The spec asks for any of these Slurm accounts", max_length=50),
+]
 Tags = Annotated[
     list[Annotated[str, Query(pattern=f"^{TAG.pattern}$")]] | None,
     Query(description="The run has all of these tags", max_length=TAGS_MAX),
@@ -55,6 +59,7 @@ def run_filter(
     user: Users = None,
     cause: Causes = None,
     partition: Partitions = None,
+    account: Accounts = None,
     tag: Tags = None,
     attention: Attention = None,
     created_from: Moment = None,
@@ -75,6 +80,7 @@ def run_filter(
         users=tuple(user or ()),
         causes=tuple(cause or ()),
         partitions=tuple(partition or ()),
+        accounts=tuple(account or ()),
         tags=tuple(tag or ()),
         uids=uids,
         created_from=created_from,

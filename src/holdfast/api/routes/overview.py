@@ -74,7 +74,7 @@ def acknowledge(request: Request, body: AskAcknowledge, caller: Operator) -> Att
 
 @router.get("/filters")
 def list_filters(request: Request) -> FilterValues:
-    """List the users, causes, partitions and tags by which runs can be filtered."""
+    """List the users, causes, partitions, accounts and tags by which runs can be filtered."""
     return services_of(request).store.filter_values()
 
 

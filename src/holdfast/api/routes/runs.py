@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import pathlib
 from typing import Annotated, Any, Final, cast
 
 from fastapi import APIRouter, Path, Query, Request
@@ -14,7 +14,6 @@ from holdfast.api.logs.parts import PART_BYTES_MAX, Stream, list_logs, read_log
 from holdfast.api.routes.filters import NO_NUL, SortAs, Where, refuse_reversed
 from holdfast.api.schemas import (
     Capacity,
-    CheckpointRow,
     Heartbeats,
     LogFile,
     LogPart,
@@ -27,15 +26,16 @@ from holdfast.api.schemas import (
 )
 from holdfast.api.services import services_of
 from holdfast.api.steering import read_supervision, refusals, requests_in
-from holdfast.api.store import IndexStore
+from holdfast.api.store import STEERING
 from holdfast.api.vitals import read_nodes
 from holdfast.api.watch import LivePace, Watch, declared_steps
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.disk.rank_logs import choose_attempt
 from holdfast.contracts.errors import QueryError
 from holdfast.contracts.plain_text import plain_line
-from holdfast.contracts.records.alerts import crashes, failed_saves, noticed
-from holdfast.contracts.records.protection import Lacking, unprotected_in
+from holdfast.contracts.records.alerts import KINDS, crashes, failed_saves, noticed
+from holdfast.contracts.records.protection import unprotected_in
 from holdfast.contracts.records.saving import saves_by_holdfast, trained_in_view
 from holdfast.contracts.records.topology import SavedTopology
 from holdfast.contracts.records.trackers import trackers_in
@@ -45,6 +45,7 @@ from holdfast.contracts.states import RunState
 from holdfast.lineage.database.states import CheckpointState
 from holdfast.lineage.queries import reports, views
 from holdfast.lineage.queries.cursors import PAGE_DEFAULT, PAGE_MAX
+from holdfast.lineage.queries.durability import CheckpointRow
 from holdfast.lineage.queries.pages import (
     CheckpointFilter,
     EventFilter,
@@ -81,6 +82,8 @@ Step = Annotated[int | None, Query(ge=0, le=2**62)]
 MetricName = Annotated[str, StringConstraints(max_length=100, pattern=NO_NUL)]
 
 SIZES_SHOWN_MAX = 64
+# The groups of events that the page of one run describes.
+SHOWN_EVENTS: Final = (KINDS, STEERING, PROTECTION, (EventKind.TRACKED,))
 
 router = APIRouter(prefix="/runs", tags=["runs"], dependencies=[AS_READER])
 
@@ -108,12 +111,13 @@ def list_runs(
 def show_run(request: Request, run: RunId) -> RunDetail:
     """Return one run, with its attempts, their causes and its goodput."""
     services = services_of(request)
-    store, shown = services.store, services.store.show_run(run)
+    shown, events, newest = services.store.read_run(run, SHOWN_EVENTS)
+    alerts, steering, launches, tracked = events
     uid, is_live = shown["uid"], RunState(shown["state"]).is_live
-    paths, pace = store.find_run(uid).paths, services.watch.pace(uid)
+    paths, pace = RunPaths(pathlib.Path(shown["path"])), services.watch.pace(uid)
     signs = services.watch.signs(uid)
     seen_at = signs.supervised_at if signs else None
-    alerts, steering = store.alert_events(uid), store.steering_events(uid)
+    is_running = shown["state"] == RunState.RUNNING
     detail: dict[str, Any] = {
         **shown,
         "on_disk": paths.spec.is_file(),
@@ -126,14 +130,13 @@ def show_run(request: Request, run: RunId) -> RunDetail:
             read_supervision(paths, steering, shown["created_at"], seen_at) if is_live else None
         ),
         "requests": requests_in(steering, shown),
-        "unprotected": _unprotected(store, shown),
+        "unprotected": unprotected_in(launches) if is_running else [],
         "saves_by_holdfast": saves_by_holdfast(trained_in_view(shown)),
         "successor": waiting_facts(paths) if is_live else None,
-        **_gpu_range(shown["spec"]),
-        "gpus_fitting": _fitting(shown["spec"], services.store.newest_on_branch(uid)),
+        **_gpu_range(shown["spec"], newest),
         "refusals": refusals(shown, is_on_disk=paths.spec.is_file()),
         "crashes": crashes(alerts),
-        "trackers": trackers_in(store.newest_events(uid, (EventKind.TRACKED,))),
+        "trackers": trackers_in(tracked),
     }
     return cast(RunDetail, detail)
 
@@ -320,28 +323,20 @@ def run_line(row: views.RunRow, pace: LivePace | None) -> RunLine:
     return line
 
 
-def _gpu_range(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the GPU counts that the run allows; None if the spec cannot be parsed."""
+def _gpu_range(spec: dict[str, Any], newest: SavedTopology | None) -> dict[str, Any]:
+    """Return the GPU counts that the run allows; None if the spec cannot be parsed.
+
+    `gpus_fitting` are those that the newest checkpoint fits, or None if it fits all.
+    """
     try:
         parsed = RunSpec.read(spec)
     except ValueError:
-        return {"gpus_min": None, "gpus_max": None, "gpus_allowed": None}
+        return dict.fromkeys(("gpus_min", "gpus_max", "gpus_allowed", "gpus_fitting"))
     sizes = allowed_sizes(parsed)
-    allowed = sizes if len(sizes) <= SIZES_SHOWN_MAX else None
-    return {"gpus_min": parsed.gpus_min, "gpus_max": parsed.gpus_max, "gpus_allowed": allowed}
-
-
-def _unprotected(store: IndexStore, shown: views.RunView) -> list[Lacking]:
-    if shown["state"] != RunState.RUNNING:
-        return []
-    return unprotected_in(store.newest_events(shown["uid"], PROTECTION))
-
-
-def _fitting(spec: dict[str, Any], newest: SavedTopology | None) -> list[int] | None:
-    """Return the allowed GPU counts that the newest checkpoint fits; None if it fits all."""
-    with contextlib.suppress(ValueError):
-        parsed = RunSpec.read(spec)
-        allowed = allowed_sizes(parsed)
-        fitting = list(filter(Feasibility(newest, parsed.ranks).allows, allowed))
-        return None if len(fitting) == len(allowed) else fitting[:SIZES_SHOWN_MAX]
-    return None
+    fitting = list(filter(Feasibility(newest, parsed.ranks).allows, sizes))
+    return {
+        "gpus_min": parsed.gpus_min,
+        "gpus_max": parsed.gpus_max,
+        "gpus_allowed": sizes if len(sizes) <= SIZES_SHOWN_MAX else None,
+        "gpus_fitting": None if len(fitting) == len(sizes) else fitting[:SIZES_SHOWN_MAX],
+    }

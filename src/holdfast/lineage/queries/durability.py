@@ -8,7 +8,7 @@ byte, and a complete copy on the mirror.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from sqlalchemy import Connection, func, select
@@ -23,6 +23,7 @@ from holdfast.lineage.database.tables import ATTEMPTS, CHECKPOINTS, EVENTS, IN_O
 from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.queries import views
 from holdfast.lineage.queries.find import Row, rows_of, run_row
+from holdfast.lineage.queries.pages import best_of
 
 # A resume that loads a checkpoint compares every byte with the manifest.
 RESUME: Final = "resume"
@@ -44,20 +45,33 @@ class DurabilityStatus(TypedDict):
     mirrored_at: str | None
 
 
+class CheckpointRow(views.CheckpointView, DurabilityStatus):
+    """One row of `holdfast checkpoints RUN`, with the checkpoint's durability status.
+
+    `is_best` is true for the one that `RUN:best` names, by the spec's `checkpoint.keep.best`.
+    """
+
+    is_best: bool
+
+
 NOT_DURABLE: Final = DurabilityStatus(
     verified_ok=None, verified_at=None, verified_by=None, mirrored_at=None
 )
 
 
-def read_durability(
-    database: Database, run: str, names: Collection[str] | None = None
-) -> dict[str, DurabilityStatus]:
-    """Return the durability status of a run's checkpoints by directory name.
-
-    With `names`, only these checkpoints are included.
-    """
+def add_status(
+    database: Database, run: str, checkpoints: Sequence[views.CheckpointView]
+) -> list[CheckpointRow]:
+    """Return `checkpoints`, which belong to `run`, with their durability status."""
+    names = [one["id"].rpartition(":")[2] for one in checkpoints]
     with database.reading() as connection:
-        return _read_durability(connection, run_row(connection, run), names)
+        row = run_row(connection, run)
+        known = _read_durability(connection, row, names)
+        best = best_of(connection, row)
+    return [
+        CheckpointRow(**one, **known.get(name, NOT_DURABLE), is_best=name == best)
+        for name, one in zip(names, checkpoints, strict=True)
+    ]
 
 
 def add_durability(database: Database, run: str, graph: views.Graph) -> views.Graph:

@@ -63,6 +63,12 @@ NEWEST_EVENTS_MAX: Final = 200
 
 # The columns that the keep rules need.
 _RULE_COLUMNS = ("name", "step", "committed_at", "metrics", "state", "rolled_back")
+_STEPS = (CHECKPOINTS.c.step, CHECKPOINTS.c.attempt, CHECKPOINTS.c.launch)
+# The conditions for checkpoints that a run can resume from.
+_ON_BRANCH = (
+    CHECKPOINTS.c.state == CheckpointState.COMMITTED.value,
+    CHECKPOINTS.c.rolled_back.is_(False),
+)
 
 
 def reasons_of(connection: Connection, run: Row, checkpoints: Sequence[Row]) -> list[str]:
@@ -72,18 +78,31 @@ def reasons_of(connection: Connection, run: Row, checkpoints: Sequence[Row]) -> 
     return explain(checkpoints, _uses(connection, run), keep, branch=branch)
 
 
-def best_of(database: Database, run: str) -> str | None:
+def best_of(connection: Connection, run: Row) -> str | None:
     """Return the directory name of the best checkpoint by the spec's `checkpoint.keep.best`.
 
     It is None without such a rule, and if no checkpoint of the branch has the metric.
     """
-    with database.reading() as connection:
-        row = run_row(connection, run)
-        rule = keep_of(row).best
-        if rule is None:
-            return None
-        ranking = ranked(candidates(_branch(connection, row, whole=True)), rule.metric, rule.mode)
+    rule = keep_of(run).best
+    if rule is None:
+        return None
+    ranking = ranked(candidates(_branch(connection, run, whole=True)), rule.metric, rule.mode)
     return ranking[0][1] if ranking else None
+
+
+def newest_on_branch(database: Database, run_uid: str) -> Row | None:
+    """Return name, world size and topology of the newest checkpoint the run can resume from.
+
+    A checkpoint whose manifest has no world size is passed over. It is None without one. The
+    caller knows that this account may read the run.
+    """
+    columns = CHECKPOINTS.c
+    query = select(columns.name, columns.world_size, columns.topology).where(
+        columns.run_uid == run_uid, *_ON_BRANCH, columns.world_size > 0
+    )
+    with database.reading() as connection:
+        found = rows_of(connection, query.order_by(*(one.desc() for one in _STEPS)).limit(1))
+    return found[0] if found else None
 
 
 def keep_of(run: Row) -> Keep:
@@ -94,16 +113,13 @@ def keep_of(run: Row) -> Keep:
 def _branch(connection: Connection, run: Row, *, whole: bool) -> list[Row]:
     """Return the checkpoints the run can resume from, oldest first; unless `whole`, the newest."""
     columns = CHECKPOINTS.c
-    order = (columns.step, columns.attempt, columns.launch)
     query = select(*(columns[name] for name in _RULE_COLUMNS)).where(
-        columns.run_uid == run["uid"],
-        columns.state == CheckpointState.COMMITTED.value,
-        columns.rolled_back.is_(False),
+        columns.run_uid == run["uid"], *_ON_BRANCH
     )
     # Without a rule, only the newest checkpoint needs a reason, and a run may have thousands.
     if not whole:
         query = query.limit(1)
-    found = rows_of(connection, query.order_by(*(column.desc() for column in order)))
+    found = rows_of(connection, query.order_by(*(column.desc() for column in _STEPS)))
     return found[::-1]
 
 
@@ -241,7 +257,6 @@ _LISTED = (
     _newest(ATTEMPTS, "job_id", "number"),
     _newest(METRIC_FILES, "spark", "attempt", "launch"),
 )
-_STEPS = (CHECKPOINTS.c.step, CHECKPOINTS.c.attempt, CHECKPOINTS.c.launch)
 
 
 class Filter(BaseModel):
@@ -253,8 +268,8 @@ class Filter(BaseModel):
 class RunFilter(Filter):
     """A filter of runs by state, text in name or folder, creation time (inclusive) and root.
 
-    `users` submitted them, `causes` are those of the newest attempt, and `partitions` those of the
-    spec. Runs have all of `tags`. An empty tuple of `uids` matches nothing.
+    `users` submitted them, `causes` are those of the newest attempt, and `partitions` and
+    `accounts` those of the spec. Runs have all of `tags`. An empty tuple of `uids` matches nothing.
     """
 
     states: tuple[RunState, ...] = ()
@@ -262,6 +277,7 @@ class RunFilter(Filter):
     users: tuple[str, ...] = ()
     causes: tuple[Cause, ...] = ()
     partitions: tuple[str, ...] = ()
+    accounts: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     uids: tuple[str, ...] | None = None
     created_from: float | None = None
@@ -309,11 +325,12 @@ class FilterValues(TypedDict):
     users: list[str]
     causes: list[str]
     partitions: list[str]
+    accounts: list[str]
     tags: list[str]
 
 
 def filter_values(database: Database) -> FilterValues:
-    """Return the users, causes, partitions and tags of all readable runs."""
+    """Return the values of all readable runs by which they can be filtered."""
     with database.reading() as connection:
 
         def distinct(column: Any, query: Select[Any]) -> list[str]:
@@ -321,13 +338,15 @@ def filter_values(database: Database) -> FilterValues:
             found = connection.scalars(query.distinct().order_by(column).limit(FILTER_VALUES_MAX))
             return [str(one) for one in found]
 
-        user, partition, cause = RUNS.c.created_by, partition_column(), ATTEMPTS.c.cause
+        user, cause = RUNS.c.created_by, ATTEMPTS.c.cause
+        partition, account = partition_column(), account_column()
         tag = _each_tag(connection)
         tagged = select(tag).select_from(RUNS.join(tag.table, true()))
         return FilterValues(
             users=distinct(user, readable(connection, select(user))),
             causes=distinct(cause, readable(connection, select(cause), ATTEMPTS.c.run_uid)),
             partitions=distinct(partition, readable(connection, select(partition))),
+            accounts=distinct(account, readable(connection, select(account))),
             tags=distinct(tag, readable(connection, tagged)),
         )
 
@@ -497,6 +516,8 @@ def wanted_runs(connection: Connection, query: Select[Any], where: RunFilter) ->
         query = query.where(_CAUSE.in_([str(cause) for cause in where.causes]))
     if where.partitions:
         query = query.where(partition_column().in_(where.partitions))
+    if where.accounts:
+        query = query.where(account_column().in_(where.accounts))
     for one in where.tags:
         tag = _each_tag(connection)
         query = query.where(exists(select(tag).where(tag == one)))
