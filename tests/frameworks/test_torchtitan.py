@@ -45,7 +45,7 @@ IGNORED: Final = -100
 @pytest.fixture(scope="session")
 def titan() -> Path:
     """The Python of the environment with torchtitan."""
-    setup = [ROOT / "infra" / "setup" / "layered.sh", "torchtitan"]
+    setup = [str(ROOT / "infra" / "setup" / "layered.sh"), "torchtitan"]
     subprocess.run(setup, check=True, timeout=SETUP_S)
     return ROOT / ".setup" / "torchtitan" / "bin" / "python"
 

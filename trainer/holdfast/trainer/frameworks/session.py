@@ -17,6 +17,7 @@ from holdfast.trainer.session.lifetime import while_open
 from holdfast.trainer.session.session import Session
 from holdfast.trainer.staging.file_writers import Writer
 from holdfast.trainer.streams.loader import StreamLoader, StreamOptions
+from holdfast.trainer.streams.mosaic import StreamingLoader
 
 
 class FrameworkSession(Session):
@@ -121,7 +122,11 @@ class FrameworkSession(Session):
         This rank gets part `part`, from 0, of `parts` parts. Several ranks may get the same part.
         """
         self._require_before_steps()
-        return self._open_stream(source, options, name, part, parts)
+        return _of_shards(self._open_stream(source, options, name, part, parts))
+
+    def stream_of_shards(self, source: Any, **options: Any) -> StreamLoader:
+        """Returns a loader as `stream` does, over shards that the adapter has accepted."""
+        return _of_shards(self.stream(source, **options))
 
     # --- metrics --------------------------------------------------------------------------
 
@@ -197,3 +202,9 @@ class FrameworkSession(Session):
     def abandon(self) -> None:
         """Releases all resources without a save, so that another session can be made."""
         self._release(wait=True)
+
+
+def _of_shards(made: StreamLoader | StreamingLoader) -> StreamLoader:
+    # `as_source` of the adapters refuses a `StreamingDataset`.
+    assert isinstance(made, StreamLoader)
+    return made

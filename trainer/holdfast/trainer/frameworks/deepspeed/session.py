@@ -32,6 +32,7 @@ from holdfast.trainer.session.file_session import FileSession
 from holdfast.trainer.staging.file_writers import Writer, bytes_writer, torch_writer
 from holdfast.trainer.state.file_state import SavedFiles
 from holdfast.trainer.streams.loader import StreamLoader
+from holdfast.trainer.streams.mosaic import StreamingLoader
 
 # DeepSpeed's checkpoint files: collected from its own `save_checkpoint`, read by its own load.
 #
@@ -360,7 +361,7 @@ class DeepSpeedSession(FileSession):
             best=best,
         )
 
-    def stream(self, /, source: Any, *args: Any, **options: Any) -> StreamLoader:
+    def stream(self, /, source: Any, *args: Any, **options: Any) -> StreamLoader | StreamingLoader:
         """Returns a loader over shards, as `Session.stream` does. Each batch is a micro-batch.
 
         Raises also `SpecError` with gradient accumulation, unless `repeat` is true: an epoch's last

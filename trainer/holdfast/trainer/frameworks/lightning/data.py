@@ -157,7 +157,7 @@ class TrainingStream:
         # A program that gives the loader another size than before has the last word.
         if self._saved.get("batch") == self._batch:
             self._global_batch = int(self._saved["global_batch"])
-        return session.stream(source, global_batch=self._global_batch, **options)
+        return session.stream_of_shards(source, global_batch=self._global_batch, **options)
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:

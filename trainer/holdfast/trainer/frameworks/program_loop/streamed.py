@@ -87,7 +87,7 @@ class StreamedLoader(WrappedLoader):
     def open(self, session: FrameworkSession) -> None:
         """Make the session's loader, which continues where the checkpoint says."""
         source, options = self.given
-        self.stream = session.stream(source, name=self.name, **options)
+        self.stream = session.stream_of_shards(source, name=self.name, **options)
 
     def enter(self, *, is_training: bool, is_new: bool) -> None:
         self.is_last = False

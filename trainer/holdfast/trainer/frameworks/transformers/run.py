@@ -413,10 +413,7 @@ class TrainerRun:
         if self._given is None:
             return
         source, options = self._given
-        stream = session.stream(source, **options)
-        # The adapter has refused a `StreamingDataset`.
-        assert isinstance(stream, StreamLoader)
-        self._stream = stream
+        self._stream = session.stream_of_shards(source, **options)
         accumulation = self._trainer.args.gradient_accumulation_steps
         self.prepared = self.prepared[0], StreamEpochs(self._stream, accumulation)
 
