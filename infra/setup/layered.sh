@@ -33,7 +33,7 @@ layer_over_venv() {
 make_environment() {
     local stamp own
     stamp="$(wanted_stamp) $PWD"
-    if [[ -x $ENVIRONMENT/bin/python && "$(cat "$ENVIRONMENT/stamp" 2>/dev/null)" == "$stamp" ]]; then
+    if [[ -x $ENVIRONMENT/bin/python ]] && cmp -s "$ENVIRONMENT/stamp" <(echo "$stamp"); then
         return
     fi
     [[ -x .venv/bin/python ]] || die "there is no .venv; run infra/setup/setup.sh first"

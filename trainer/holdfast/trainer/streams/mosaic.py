@@ -2,7 +2,7 @@
 
 Streaming computes the order of an epoch from its seed and its canonical nodes, and continues it
 after a number of samples at any number of ranks. So the state is that number. Before each iteration
-the dataset is told where to begin, by its own `load_state_dict`. This module never imports the
+the dataset gets the place to begin by its own `load_state_dict`. This module never imports the
 package, because only a program that has it can pass a dataset.
 """
 
