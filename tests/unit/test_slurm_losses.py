@@ -318,6 +318,8 @@ def test_a_job_before_the_last_fallback_is_not_overdue() -> None:
     ("state", "raw", "cause"),
     [
         ("CANCELLED", FORGOTTEN, Cause.INFRASTRUCTURE),
+        ("RUNNING", FORGOTTEN, Cause.INFRASTRUCTURE),
+        ("PENDING", FORGOTTEN, Cause.INFRASTRUCTURE),
         ("CANCELLED by 0", "CANCELLED", Cause.OPERATOR),
         ("CANCELLED by 1000", "CANCELLED", Cause.OPERATOR),
         ("PREEMPTED", "PREEMPTED", Cause.PREEMPTION),

@@ -490,15 +490,18 @@ def _status_of(line: JobLine) -> JobStatus:
 def _recorded_status(line: JobLine) -> JobStatus:
     """Return the status of a job that only the accounting still knows.
 
-    The accounting names the user who cancelled a job: `CANCELLED by 1000`. If a controller starts
-    without its saved state, it no longer knows its jobs, and slurmdbd ends them as `CANCELLED`.
+    If a controller starts without its saved state, it no longer knows its jobs. slurmdbd then ends
+    them as `CANCELLED`, without the user that it names otherwise: `CANCELLED by 1000`. Since Slurm
+    26.05, they also stay `RUNNING` there, until an administrator ends these runaway jobs.
     """
     status = _status_of(line)
-    if line.state != "CANCELLED":
+    is_over = status.state is None or status.state.is_terminal
+    if is_over and line.state != "CANCELLED":
         return status
+    by = " by no user" if is_over else ""
     lost = (
-        f"Slurm: job {line.job_id} is CANCELLED by no user: the controller no longer knows it, as "
-        "after a restart without its saved state"
+        f"Slurm: job {line.job_id} is {line.state}{by} in the accounting, but the controller no "
+        "longer knows it, as after a restart without its saved state"
     )
     return replace(status, raw=FORGOTTEN, state=AttemptState.LOST, evidence=(lost,))
 
