@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ def test_root_leaves_nothing_in_the_home_of_an_account(
     home: Path, call: Call, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     home = home / "home"
+    # The account's own folder has no file of root.
+    shutil.rmtree(home)
     home.mkdir()
     os.chown(home, STRANGER, STRANGER)
     for folder in home.parents:
