@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from holdfast.trainer.streams.dataset import StreamDataset as StreamDataset
     from holdfast.trainer.streams.loader import StreamLoader as StreamLoader
     from holdfast.trainer.streams.mds import MdsShards as MdsShards
+    from holdfast.trainer.streams.mosaic import StreamingLoader as StreamingLoader
     from holdfast.trainer.streams.source import Counted as Counted
     from holdfast.trainer.streams.source import Source as Source
     from holdfast.trainer.streams.source import TextLines as TextLines
@@ -34,6 +35,7 @@ _MODULES = {
     "Source": "source",
     "StreamDataset": "dataset",
     "StreamLoader": "loader",
+    "StreamingLoader": "mosaic",
     "TarShards": "tar",
     "TextLines": "source",
 }
@@ -44,6 +46,7 @@ __all__ = [
     "Source",
     "StreamDataset",
     "StreamLoader",
+    "StreamingLoader",
     "TarShards",
     "TextLines",
 ]
