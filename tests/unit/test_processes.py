@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from holdfast.workers.nodes import processes
 from holdfast.workers.nodes.processes import (
     TICKS_PER_S,
     ProcessName,
+    end_processes,
     find_process,
     is_alive,
     name_process,
@@ -57,3 +59,25 @@ def test_an_ended_process_has_no_name() -> None:
     assert name_process(child.pid) is None
     with pytest.raises(ProcessLookupError):
         start_s(child.pid)
+
+
+# Starts processes in sessions of their own until it is killed.
+STARTER = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+started = [sys.executable, "-S", "-c", "import time; time.sleep(60)", sys.argv[1]]
+while True:
+    subprocess.Popen(started, start_new_session=True)
+    time.sleep(0.01)
+"""
+
+
+def test_processes_that_start_until_the_kill_are_ended_too(tmp_path: Path) -> None:
+    mark = str(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", STARTER, mark], stdout=subprocess.PIPE) as starter:
+        assert starter.stdout is not None
+        starter.stdout.readline()
+        assert end_processes([psutil.Process(starter.pid)], term_wait_s=0.3) == []
+    running = [one.info["cmdline"] or () for one in psutil.process_iter(["cmdline"])]
+    assert not [words for words in running if mark in words]

@@ -17,6 +17,9 @@ import psutil
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _START_FIELD: Final = 19
 TERM_WAIT_S: Final = 3.0
+# After so many rounds without a new process, all are stopped.
+STOP_ROUNDS: Final = 2
+STOP_WAIT_S: Final = 0.02
 KILL_WAIT_S: Final = 10.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -89,15 +92,35 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
 def end_processes(
     processes: Iterable[psutil.Process], *, term_wait_s: float = TERM_WAIT_S
 ) -> list[int]:
-    """Send TERM, wait, send KILL, wait; return the ids of the processes that are still alive."""
+    """Send TERM, wait, send KILL, wait; return the ids of the processes that are still alive.
+
+    What the processes left after TERM have started meanwhile is killed, too.
+    """
     alive = [p for p in processes if p.pid != os.getpid()]
-    for number, wait_s in ((signal.SIGTERM, term_wait_s), (signal.SIGKILL, KILL_WAIT_S)):
-        if number == signal.SIGTERM and term_wait_s <= 0:
-            continue
+    if term_wait_s > 0:
         for process in alive:
-            _send(process, number)
-        alive = _wait(alive, wait_s)
-    return [p.pid for p in alive]
+            _send(process, signal.SIGTERM)
+        alive = _wait(alive, term_wait_s)
+    alive = _stop_with_all_below(alive)
+    for process in alive:
+        _send(process, signal.SIGKILL)
+    return [p.pid for p in _wait(alive, KILL_WAIT_S)]
+
+
+def _stop_with_all_below(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Stop the processes and all below them, so that none can start another; return them all."""
+    found, quiet_rounds = {process.pid: process for process in processes}, 0
+    give_up = time.monotonic() + KILL_WAIT_S
+    while found and quiet_rounds < STOP_ROUNDS and time.monotonic() < give_up:
+        for process in found.values():
+            _send(process, signal.SIGSTOP)
+        # A process that has just begun to start another one may still do so.
+        time.sleep(STOP_WAIT_S)
+        others = (p for p in psutil.process_iter(["ppid"]) if p.pid not in {os.getpid(), *found})
+        new = [p for p in others if p.info["ppid"] in found]
+        found |= {process.pid: process for process in new}
+        quiet_rounds = 0 if new else quiet_rounds + 1
+    return list(found.values())
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:
