@@ -37,7 +37,7 @@ def plain_spans(text: str) -> list[tuple[int, int]]:
         return spans(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(PARTS), st.characters(max_codepoint=0x17F)), max_size=24))
 def test_fast_and_plain_search_find_the_same(parts: list[str]) -> None:
     text = "".join(parts)

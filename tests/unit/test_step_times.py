@@ -125,6 +125,6 @@ def test_a_link_that_costs_a_fifth_is_named_by_the_test(seed: int) -> None:
 
 
 def test_tests_of_equal_nodes_name_none() -> None:
-    for seed in range(1000):
+    for seed in range(2000):
         found = judge(rates_of(None, None, seed))
         assert (found.nodes, found.pairs) == ({}, {})

@@ -151,7 +151,7 @@ class StreamLoader:
         return self._names
 
     def __iter__(self) -> Iterator[Any]:
-        return _Batches(self)
+        return StreamBatches(self)
 
     def close(self) -> None:
         """Stop the workers. An iteration continues with new ones."""
@@ -401,10 +401,22 @@ class StreamLoader:
         ]
 
 
-class _Batches:
+class CountsBatches(Protocol):
+    """A loader that knows its epoch, and how many batches of it were given."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def given(self) -> int: ...
+
+    def next_of(self, epoch: int) -> Any: ...
+
+
+class StreamBatches:
     """One iteration: the rest of an epoch, or without an end if the stream repeats."""
 
-    def __init__(self, loader: StreamLoader) -> None:
+    def __init__(self, loader: CountsBatches) -> None:
         self._loader, self._epoch = loader, loader.epoch
 
     def __iter__(self) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from holdfast.trainer.streams.lanes import COLLATE, READ, kept_generators, key_o
 from holdfast.trainer.streams.loader import (
     Ranks,
     SkippedBatches,
+    StreamBatches,
     StreamOptions,
     TrainingPlace,
     new_generator,
@@ -72,7 +73,7 @@ class StreamingLoader:
         self.epoch, self._samples, self.given = 0, 0, 0
 
     def __iter__(self) -> Iterator[Any]:
-        return _Batches(self)
+        return StreamBatches(self)
 
     def close(self) -> None:
         """Stop the workers. An iteration continues with new ones."""
@@ -179,24 +180,6 @@ class StreamingLoader:
             f"the global batch of the StreamingDataset changed ({before} → {self._global_batch}); "
             "it continues from the same sample of its order"
         )
-
-
-class _Batches:
-    """One iteration: the rest of an epoch, or without an end if the stream repeats."""
-
-    def __init__(self, loader: StreamingLoader) -> None:
-        self._loader, self._epoch = loader, loader.epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return self._loader.next_of(self._epoch)
-
-    @property
-    def _num_yielded(self) -> int:
-        """The number of batches before the next one in its epoch, as torch's iterators have it."""
-        return self._loader.given
 
 
 class _Samples(IterableDataset[Any]):
