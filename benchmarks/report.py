@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli.bench import (
-    NEIGHBOUR_TITLE,
+    FREE_CORE_HEADINGS,
+    NEIGHBOUR_HEADINGS,
     PEER_HEADINGS,
     STAGING_HEADINGS,
     STOCK_RATIOS,
     TITLES,
-    neighbour_row_of,
+    free_core_rows_of,
+    neighbour_rows_of,
     peer_rows_of,
     rows_of,
     setup_rows_of,
@@ -67,8 +69,11 @@ rank counts.
   fail on ext4, so they are off; it does not call `fsync`.
 - *staging*: in each pair a raw write, and for each mode a session of its own with three saves. The
   second is timed. During the third, each rank computes. The images of `disk` are on the same disk.
+- *one rank, with a free core* is the same for one rank with one thread and half of the state.
 - *neighbours*: jobs of two nodes on this machine, with a snapshot in every second step of 60. All
   bytes of 128 MB change in each step. Copies go over loopback, and share the cores with the ranks.
+  The steps of one pair compute all the time. Those of the other wait for 0.2 s, as for an
+  accelerator, and then update their parameters.
 - *bytes read* is the kernel's count of what read calls returned, for all ranks, ÷ the bytes of the
   state. *resharded* is the worse of two loads: a checkpoint of 2 ranks on 1 rank, and the reverse.
 - *commit tail* is the time from the last data fsync until committed ÷ (three small files created
@@ -113,9 +118,10 @@ def page(found: dict[str, Any], measured_on: str) -> str:
         table(stock_headings, stock_rows_of(found)),
         "Saves whose copies continue during the next step, on the CPU:",
         table(PEER_HEADINGS, peer_rows_of(found)),
+        table(FREE_CORE_HEADINGS, free_core_rows_of(found)),
         "Saves by `checkpoint.staging`, and steps with `checkpoint.neighbour`:",
         table(STAGING_HEADINGS, staging_rows_of(found)),
-        table((NEIGHBOUR_TITLE, "smallest", "largest", "n"), [neighbour_row_of(found)]),
+        table(NEIGHBOUR_HEADINGS, neighbour_rows_of(found)),
         "## How it is measured",
         METHOD.strip(),
         "## Seconds",

@@ -65,6 +65,20 @@ OVERLAP = {
     "product_alone": [0.002, 0.002, 0.004],
     "product_during_write": [0.004, 0.004, 0.005],
 }
+FREE_CORE = {
+    "step_alone": [0.2, 0.2, 0.4],
+    "step_during_copy": [0.2, 0.206, 0.4],
+    "product_alone": [0.002],
+    "product_during_write": [0.002],
+}
+FREE_CORE |= {f"{figures.PEER}.{name}": values for name, values in FREE_CORE.items()}
+FREE_CORE[f"{figures.PEER}.step_during_copy"] = [0.3, 0.3, 0.6]
+NEIGHBOURS = {
+    "off": [0.2, 0.1, 0.2],
+    "on": [0.21, 0.11, 0.24],
+    "off_waiting": [0.2, 0.2, 0.2],
+    "on_waiting": [0.2, 0.202, 0.21],
+}
 OVERLAP |= {f"{figures.PEER}.{name}": values for name, values in OVERLAP.items()}
 OVERLAP |= {"limited.product_alone": [0.004], "limited.product_during_write": [0.005]}
 OVERLAP[f"{figures.PEER}.blocked"] = [0.3, 0.6, 0.3]
@@ -81,7 +95,8 @@ def found(peer_version: str | None = "0.1.1") -> figures.Found:
         narrowed=resharded,
         widened=resharded | {"load_bytes": [110.0]},
         staging=STAGING,
-        neighbours={"off": [0.2, 0.1, 0.2], "on": [0.21, 0.11, 0.24]},
+        free_core=FREE_CORE,
+        neighbours=NEIGHBOURS,
         endurance={"step_overhead_us": [7.0], "memory_growth": [-0.001]},
         unique_bytes=100,
     )
@@ -95,6 +110,7 @@ def test_staging_modes_and_neighbours_are_compared_in_their_own_pairs() -> None:
     assert disk["throughput_during_write"] == 0.5
     assert disk["spread"]["save_blocked"]["max"] == 9.0
     assert answer["neighbours"]["step_time"] == 1.1
+    assert answer["neighbours"]["step_time_waiting"] == 1.01
     assert answer["seconds"]["neighbours.on"]["max"] == 0.24
     assert answer["seconds"]["staging.disk.blocked"]["n"] == 3
 
@@ -138,6 +154,10 @@ def test_the_peer_has_the_ratios_of_overlapped_saves() -> None:
     for one in (peer, answer["training"]):
         assert (one["step_time_during_copy"], one["throughput_during_write"]) == (1.05, 0.5)
     assert answer["training"]["throughput_during_limited_write"] == 0.8
+    free = answer["free_core"]
+    assert free["step_time_during_copy"] == 1.0
+    assert free[figures.PEER]["step_time_during_copy"] == 1.5
+    assert figures.PEER not in figures.answer(found(None))["free_core"]
     assert "make bench" in figures.answer(found(None))["stock"][figures.PEER]["missing"]
 
 

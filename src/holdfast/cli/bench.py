@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -43,9 +44,21 @@ STAGING_TITLES: Final = {
     "throughput_during_write": TRAINING_TITLES["throughput_during_write"],
 }
 STAGING_HEADINGS: Final = ("staging", *STAGING_TITLES.values())
-NEIGHBOUR_TITLE: Final = "step time with copies at a neighbour ÷ without"
+NEIGHBOUR_TITLES: Final = {
+    "step_time": "steps that compute on all cores",
+    "step_time_waiting": "steps that wait, as for an accelerator",
+}
+NEIGHBOUR_HEADINGS: Final = (
+    "copies at a neighbour",
+    "step time with them ÷ without",
+    "smallest",
+    "largest",
+    "n",
+)
 PEER: Final = "torch_checkpointing"
 STOCK_RATIOS: Final = ("save_blocked", "save_committed", "first_save", "load", "load_bytes_same")
+FREE_CORE_TITLES: Final = dict(itertools.islice(TRAINING_TITLES.items(), 2))
+FREE_CORE_HEADINGS: Final = ("one rank, with a free core", *FREE_CORE_TITLES.values())
 PEER_HEADINGS: Final = ("copy beside a step", TITLES["save_blocked"], *TRAINING_TITLES.values())
 
 
@@ -112,8 +125,9 @@ def _render(found: dict[str, Any]) -> None:
     headings = ("stock DCP", *(TITLES[name] for name in STOCK_RATIOS))
     print_table(headings, stock_rows_of(found))
     print_table(PEER_HEADINGS, peer_rows_of(found))
+    print_table(FREE_CORE_HEADINGS, free_core_rows_of(found))
     print_table(STAGING_HEADINGS, staging_rows_of(found))
-    print_table((NEIGHBOUR_TITLE, "smallest", "largest", "n"), [neighbour_row_of(found)])
+    print_table(NEIGHBOUR_HEADINGS, neighbour_rows_of(found))
 
 
 def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -166,10 +180,26 @@ def staging_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def neighbour_row_of(found: dict[str, Any]) -> tuple[str, ...]:
-    """Return how copies at a neighbour change the time of a step."""
-    spread = found["neighbours"]["spread"]["step_time"]
-    return (*(number_text(spread[key]) for key in ("median", "min", "max")), str(spread["n"]))
+def free_core_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return how far overlapped saves slow a rank that leaves a core free, by who saves."""
+    ours = found["free_core"]
+    rows = {"Holdfast": ours, PEER: ours.get(PEER, {})}
+    return [
+        (who, *(number_text(row.get(name)) for name in FREE_CORE_TITLES))
+        for who, row in rows.items()
+    ]
+
+
+def neighbour_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return how copies at a neighbour change the time of a step, by kind of step."""
+    return [
+        (
+            NEIGHBOUR_TITLES[name],
+            *(number_text(spread[key]) for key in ("median", "min", "max")),
+            str(spread["n"]),
+        )
+        for name, spread in found["neighbours"]["spread"].items()
+    ]
 
 
 def number_text(value: float | None) -> str:

@@ -18,6 +18,8 @@ LIMITED: Final = "limited."
 # The name of the peer whose saves return before their copy is complete, here and in the result.
 PEER: Final = "torch_checkpointing"
 
+# After the series of steps that wait, as for an accelerator.
+WAITING: Final = "_waiting"
 # The values of `checkpoint.staging`.
 STAGING_MODES: Final = ("memory", "single", "disk")
 
@@ -44,14 +46,15 @@ class Found:
     """The results of the programs: all once, and `starts` once for each start.
 
     `staging` has series of each staging mode. `neighbours` are the seconds of a step without and
-    with copies at a neighbour, `off` and `on`.
-    `overlap` has the series of `PEER` too, if it is installed. `narrowed` is 2 ranks → 1, `widened`
-    1 → 2. `signals` are the quotients of the starts. `peer_problem` says why rank 0 cannot
-    save with the peer, if it is installed.
+    with copies at a neighbour: `off` and `on`, of steps that compute and of steps that wait.
+    `overlap` has the series of `PEER` too, if it is installed, and so has `free_core`, where one
+    core is free. `narrowed` is 2 ranks → 1, `widened` 1 → 2. `signals` are the quotients of the
+    starts. `peer_problem` says why rank 0 cannot save with the peer, if it is installed.
     """
 
     pairs: Seconds
     overlap: Seconds
+    free_core: Seconds
     peer_version: str | None
     starts: Sequence[Seconds]
     narrowed: Seconds
@@ -81,6 +84,7 @@ def answer(found: Found) -> dict[str, Any]:
         "stock": {mode: stock_of(found.pairs, mode) for mode in STOCK_MODES}
         | {"load": stock_load(found), PEER: peer_of(found)},
         "training": training(found.overlap) | limited(found.overlap),
+        "free_core": free_core_of(found),
         "staging": {mode: staging_of(found.staging, mode) for mode in STAGING_MODES},
         "neighbours": neighbours_of(found.neighbours),
         "targets": dict(TARGETS),
@@ -162,8 +166,16 @@ def staging_of(staging: Seconds, mode: str) -> dict[str, Any]:
 
 
 def neighbours_of(neighbours: Seconds) -> dict[str, Any]:
-    """Return the time of a step with copies at a neighbour ÷ that without."""
-    return _medians({"step_time": quotients(neighbours["on"], neighbours["off"])})
+    """Return the time of a step with copies at a neighbour ÷ that without, by kind of step.
+
+    A step of `step_time` computes on the CPU, one of `step_time_waiting` waits.
+    """
+    return _medians(
+        {
+            f"step_time{kind}": quotients(neighbours[f"on{kind}"], neighbours[f"off{kind}"])
+            for kind in ("", WAITING)
+        }
+    )
 
 
 def _medians(series: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -200,6 +212,16 @@ def training(overlap: Seconds) -> dict[str, Any]:
         ),
     }
     return _medians(series)
+
+
+def free_core_of(found: Found) -> dict[str, Any]:
+    """Return how far overlapped saves slow a rank beside which a core is free, by who saves."""
+    own = training(found.free_core)
+    if found.peer_version is None:
+        return own
+    mark = f"{PEER}."
+    series = {k.removeprefix(mark): v for k, v in found.free_core.items() if k.startswith(mark)}
+    return own | {PEER: training(series)}
 
 
 def limited(overlap: Seconds) -> dict[str, float]:
@@ -278,6 +300,7 @@ def all_seconds(found: Found) -> dict[str, Sequence[float]]:
     """Return all series in seconds, each with a unique name, without byte counts."""
     named = {f"pairs.{name}": values for name, values in found.pairs.items()}
     named |= {f"overlap.{name}": values for name, values in found.overlap.items()}
+    named |= {f"free_core.{name}": values for name, values in found.free_core.items()}
     named |= {f"staging.{name}": values for name, values in found.staging.items()}
     named |= {f"neighbours.{name}": values for name, values in found.neighbours.items()}
     for part, series in (("load_2_to_1", found.narrowed), ("load_1_to_2", found.widened)):

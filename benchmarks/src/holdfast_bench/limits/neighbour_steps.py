@@ -21,7 +21,10 @@ MATRIX_WIDTH: Final = 256
 
 
 def main() -> None:
-    """Train `steps` steps of `products` matrix products; the first `warm_up` do not count."""
+    """Train `steps` steps of `products` matrix products and a wait of `wait_s` seconds.
+
+    The first `warm_up` steps do not count.
+    """
     settings = config()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -37,6 +40,7 @@ def main() -> None:
             product = matrix
             for _ in range(int(settings["products"])):
                 product = matrix @ product
+            time.sleep(float(settings["wait_s"]))
             trained.update()
             # As the exchange of gradients, it lets all ranks wait for the slowest one.
             dist.all_reduce(product)

@@ -1,8 +1,9 @@
 """How long saves block whose copies continue during the next step, and what training then costs.
 
 `runner` starts this. A step takes twice as long as a plain copy of the state. It either waits, as
-for an accelerator, or computes with one thread in each rank. Each operation is also measured with
-torch_checkpointing, if that is installed. At the end, a session writes with `write_limit`.
+for an accelerator, or computes with the rank's threads. Each operation is also measured with
+torch_checkpointing, if that is installed. At the end, a session writes with `write_limit`. With
+`leaves_core_free`, the rank has one thread, and only its own steps beside copies are measured.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, Protocol
+
+import torch
 
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.environment import CHECKPOINT_WRITE_LIMIT
@@ -185,6 +188,9 @@ class Overlap:
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self._leaves_core_free = bool(program.settings.get("leaves_core_free"))
+        if self._leaves_core_free:
+            torch.set_num_threads(1)
         self._trained = Trained(program.settings["state_bytes"])
         tensors = self._trained.tensors()
         self._bytes = sum(tensor.nbytes for tensor in tensors)
@@ -205,10 +211,11 @@ class Overlap:
 
     def run(self) -> None:
         """Measure the requested number of pairs, in an order that changes from pair to pair."""
+        kinds = [self._save_beside_a_wait, self._save_beside_products]
         acts = [
             partial(act, way, prefix)
             for way, prefix in self._ways()
-            for act in (self._save_beside_a_wait, self._save_beside_products)
+            for act in (kinds[1:] if self._leaves_core_free else kinds)
         ]
         for pair in range(self._program.settings["pairs"]):
             if pair and not self._program.is_time_left():
@@ -219,7 +226,8 @@ class Overlap:
         self._ours.close()
         if self._peer is not None:
             self._peer.close()
-        self._run_limited(limit)
+        if not self._leaves_core_free:
+            self._run_limited(limit)
 
     def _run_limited(self, bytes_per_s: float) -> None:
         """Measure the throughput during writes of a session with `write_limit`."""

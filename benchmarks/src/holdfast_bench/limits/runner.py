@@ -36,6 +36,7 @@ RANK_BYTES: Final = 500_000_000
 PAIRS_SHARE: Final = 0.5
 # The share of the overlapped saves in what is then left.
 OVERLAP_SHARE: Final = 0.45
+FREE_CORE_SHARE: Final = 0.25
 # The shares of the staging modes and of the neighbours in what is then left.
 STAGING_SHARE: Final = 0.35
 NEIGHBOURS_SHARE: Final = 0.5
@@ -154,6 +155,7 @@ class Course:
         shutil.rmtree(self._work / "narrowed", ignore_errors=True)
         overlap = self._program("overlap", {"end_by": self._share_of_time(OVERLAP_SHARE)})
         shutil.rmtree(self._work / "overlap", ignore_errors=True)
+        beside = self._beside_a_free_core()
         staging = self._program("staging", {"end_by": self._share_of_time(STAGING_SHARE)})
         shutil.rmtree(self._work / "staging", ignore_errors=True)
         copies = self._neighbours()
@@ -165,6 +167,7 @@ class Course:
             overlap=overlap["seconds"],
             peer_version=overlap["facts"][figures.PEER],
             peer_problem=overlap["facts"]["peer_problem"],
+            free_core=beside["seconds"],
             starts=[seconds for seconds, _ in starts],
             signals=[ratio for _, ratio in starts],
             narrowed=narrowed["seconds"],
@@ -190,6 +193,17 @@ class Course:
         ranks = ranks or self._plan.ranks
         with Launch(name, ranks, settings, end_by=self._end_by) as launch:
             return launch.result()
+
+    def _beside_a_free_core(self) -> dict[str, Any]:
+        """Run the overlapped saves of one rank with one thread, so that another core is free."""
+        settings: dict[str, Any] = {
+            "end_by": self._share_of_time(FREE_CORE_SHARE),
+            "state_bytes": self._plan.state_bytes // self._plan.ranks,
+            "leaves_core_free": True,
+        }
+        found = self._program("overlap", settings, ranks=1, folder="free-core")
+        shutil.rmtree(self._work / "free-core", ignore_errors=True)
+        return found
 
     def _neighbours(self) -> dict[str, list[float]]:
         report_progress("neighbours …")
