@@ -14,6 +14,8 @@ MINUTES ?= inf
 # Most tests wait for processes: two files at a time, each file in one process for
 # its servers, in the order of tests/conftest.py.
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
+# Half of the time of the unit tests' slowest files is waiting.
+THREE_AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -39,8 +41,8 @@ demo: setup-demo  ## A run that is preempted and relaunched on fewer ranks: abou
 test: setup-cluster  ## Each mechanism once, in ten minutes; ARGS="-k name" narrows them
 	$(PYTEST) $(TWO_AT_A_TIME) -m "not slow and not more" --durations=25 $(ARGS)
 
-test-unit: setup  ## Tests that start no server and no run, in two and a half minutes; needs no root
-	$(PYTEST) $(TWO_AT_A_TIME) tests/unit -m "not slow and not more and not root" --durations=10 $(ARGS)
+test-unit: setup  ## Tests that start no server and no run, in two minutes; needs no root
+	$(PYTEST) $(THREE_AT_A_TIME) tests/unit -m "not slow and not more and not root" --durations=10 $(ARGS)
 
 test-more: setup-cluster  ## The tests that `test` leaves out, without the long ones: an hour
 	$(PYTEST) $(TWO_AT_A_TIME) -m "more and not slow" --minutes=$(MINUTES) --durations=25 $(ARGS)

@@ -56,6 +56,8 @@ def test_a_device_number_that_another_file_system_gets_is_looked_up_again(
     table = tmp_path / "mountinfo"
     line = f"36 22 0:31 / {tmp_path} rw - %s source rw\n"
     monkeypatch.setattr(filesystems, "MOUNTS", table)
+    # Another test may have looked at this device with a clock of its own.
+    monkeypatch.setattr(filesystems, "_KNOWN", {})
     renewed: list[int] = []
     monkeypatch.setattr(os, "fsync", renewed.append)
     now = time.monotonic()
