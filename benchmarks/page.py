@@ -42,8 +42,10 @@ PAN_S: Final = 5.0
 PANS: Final = 60
 # The newest checkpoints that a page shows are at most as many.
 FULL: Final = 600
-WARM_S: Final = 60
-OPEN_S: Final = 180
+# Until the caches of the page are full.
+WARM_S: Final = 600
+# The least heap in each of as many parts of the time counts: more is what the page still works on.
+HEAP_PARTS: Final = 10
 DEEP: Final = "deep"
 # Counts the frames that the page draws while the mouse drags it.
 COUNT_FRAMES: Final = """() => {
@@ -68,6 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoints", type=int, default=10_000)
     parser.add_argument("--runs", type=int, default=10_000)
+    parser.add_argument("--minutes", type=float, default=20, help="how long the heap is watched")
     given = parser.parse_args()
     count = given.checkpoints
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +86,9 @@ def main() -> None:
                 "first_view_s": first_view(browser, site),
                 "graph": graph(browser, site, count),
                 "news_s": news(browser, site, live),
-                "heap_growth_mib_per_h": heap_growth(browser, site, live),
+                "heap_growth_mib_per_h": heap_growth(
+                    browser, site, live, WARM_S + 60 * given.minutes
+                ),
             }
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/holdfast.db"
@@ -222,11 +227,11 @@ def news(browser: Browser, site: testbed.Site, run: RunFolder) -> float:
     return worst
 
 
-def heap_growth(browser: Browser, site: testbed.Site, run: RunFolder) -> float:
-    """Return the MiB per hour by which the heap of a run's open page grows.
+def heap_growth(browser: Browser, site: testbed.Site, run: RunFolder, open_s: float) -> float:
+    """Return the MiB per hour by which the heap of a run's page grows that is open for `open_s`.
 
     The run commits every second, the shortest time after which a page updates, and every list on
-    the page is full. The rate is that of a line through the sizes after a garbage collection.
+    the page is full. The rate is that of a line through the least sizes after garbage collections.
     """
     steps = itertools.count(100_000)
     for step in itertools.islice(steps, FULL):
@@ -237,14 +242,17 @@ def heap_growth(browser: Browser, site: testbed.Site, run: RunFolder) -> float:
         page.get_by_text("live", exact=True).wait_for()
         session = page.context.new_cdp_session(page)
         began = time.monotonic()
-        while (passed_s := time.monotonic() - began) < WARM_S + OPEN_S:
+        while (passed_s := time.monotonic() - began) < open_s:
             run.commit(next(steps), 1, at=time.time())
             page.wait_for_timeout(1000)
             if passed_s > WARM_S:
                 session.send("HeapProfiler.collectGarbage")
                 used = session.send("Runtime.getHeapUsage")["usedSize"]
                 sizes.append((passed_s / 3600, used / 2**20))
-    return statistics.linear_regression(*zip(*sizes, strict=True)).slope
+    each = max(1, len(sizes) // HEAP_PARTS)
+    parts = [sizes[at : at + each] for at in range(0, len(sizes), each)]
+    least = [min(part, key=lambda size: size[1]) for part in parts]
+    return statistics.linear_regression(*zip(*least, strict=True)).slope
 
 
 if __name__ == "__main__":
