@@ -40,11 +40,15 @@ const DOWN = { "elk.direction": "DOWN", "elk.layered.spacing.nodeNodeBetweenLaye
 
 let elk: InstanceType<typeof ELK> | null = null;
 
+/** Starts the worker, which loads and compiles for longer than it lays out a graph. */
+export function startLayout(): InstanceType<typeof ELK> {
+  return (elk ??= new ELK({ workerUrl }));
+}
+
 /** Lays out the graph in rows with the ratio `aspect`, or downwards if it is null.
 
     Rejects if the worker cannot be loaded. */
 export async function layOut({ nodes, edges }: Folded, aspect: number | null): Promise<Layout> {
-  elk ??= new ELK({ workerUrl });
   const there = new Set(nodes.map((node) => node.id));
   const strategy = nodes.length > EXACT_MAX
     ? { "elk.layered.nodePlacement.strategy": "BRANDES_KOEPF" } : {};
@@ -56,7 +60,7 @@ export async function layOut({ nodes, edges }: Folded, aspect: number | null): P
     edges: edges.flatMap(({ from, to }, index) =>
       there.has(from) && there.has(to) ? [{ id: `${index}`, sources: [from], targets: [to] }] : []),
   };
-  const placed = await elk.layout(graph);
+  const placed = await startLayout().layout(graph);
   return {
     places: new Map((placed.children ?? []).map(({ id, x = 0, y = 0 }) => [id, { x, y }])),
     ways: new Map((placed.edges ?? []).flatMap(({ id, sections }) => {

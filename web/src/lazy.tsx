@@ -24,9 +24,12 @@ function loadNewBuild(): boolean {
   return true;
 }
 
+/** A view, and what begins to load it. */
+type LazyView = FunctionComponent & { begin: () => void };
+
 /** The component `name` of a module. The router's own wrapper would reload the whole page if the
     server is unreachable, and the browser would show its error page. */
-export function lazyView(load: Load, name: string): FunctionComponent {
+export function lazyView(load: Load, name: string): LazyView {
   let found: FunctionComponent | undefined;
   const bring = async () => {
     found ??= (await load())[name] as FunctionComponent;
@@ -65,5 +68,6 @@ export function lazyView(load: Load, name: string): FunctionComponent {
       </>
     );
   }
-  return View;
+  // If this fails, the view itself tries again and says why.
+  return Object.assign(View, { begin: () => void bring().catch(() => undefined) });
 }

@@ -3,7 +3,6 @@ import { QueryClientProvider } from "@tanstack/react-query";
 import { RouterProvider } from "@tanstack/react-router";
 import { StrictMode } from "react";
 import { createRoot } from "react-dom/client";
-import { createQueryClient } from "./api/cache";
 import { preloadViews } from "./lazy";
 import { ClockProvider } from "./parts/basics";
 import { router } from "./router";
@@ -18,7 +17,7 @@ const place = document.getElementById("page");
 if (place) {
   createRoot(place).render(
     <StrictMode>
-      <QueryClientProvider client={createQueryClient()}>
+      <QueryClientProvider client={router.options.context.client}>
         <ClockProvider>
           <RouterProvider router={router} />
         </ClockProvider>

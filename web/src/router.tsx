@@ -1,10 +1,15 @@
 // All views and their addresses. Most views are loaded when they are opened.
+import type { FetchQueryOptions, QueryClient, QueryKey } from "@tanstack/react-query";
 import {
-  createRootRoute,
+  createRootRouteWithContext,
   createRoute,
   createRouter,
   parseSearchWith,
 } from "@tanstack/react-router";
+import { createQueryClient } from "./api/cache";
+import {
+  graphOptions, newestCheckpointsOptions, runOptions, timelineOptions,
+} from "./api/queries";
 import { curveSearch, runsOf, type CurveSearch } from "./curveView";
 import { groupOf, type GroupBy } from "./goodput";
 import { lazyView } from "./lazy";
@@ -16,7 +21,11 @@ import { readRunsSearch, readValue, text } from "./runsSearch";
 import { Shell } from "./shell";
 import { tableSearch } from "./tableSearch";
 
-const root = createRootRoute({
+interface Context {
+  client: QueryClient;
+}
+
+const root = createRootRouteWithContext<Context>()({
   component: Shell,
   notFoundComponent: NotFound,
   errorComponent: ({ error }) => <Problem error={error} />,
@@ -29,11 +38,25 @@ const runs = createRoute({
   validateSearch: readRunsSearch,
 });
 
+const runView = lazyView(() => import("./pages/run/Run"), "RunPage");
 const run = createRoute({
   getParentRoute: () => root,
   path: "/runs/$run",
-  component: lazyView(() => import("./pages/run/Run"), "RunPage"),
+  component: runView,
+  // The loaders of a run's page begin all that it needs at once, and do not wait for it. Otherwise
+  // each part would be requested only when the part around it is drawn.
+  loader: ({ context: { client }, params, preload }) => {
+    runView.begin();
+    if (!preload) ask(client, runOptions(params.run));
+  },
 });
+
+/** Begins a request, unless its answer is known. */
+function ask<Answer, Failure, Data, Key extends QueryKey>(
+  client: QueryClient, options: FetchQueryOptions<Answer, Failure, Data, Key>,
+) {
+  void client.prefetchQuery({ ...options, staleTime: Number.POSITIVE_INFINITY });
+}
 
 const page = <P extends string>(
   path: P,
@@ -46,11 +69,18 @@ const page = <P extends string>(
     component: lazyView(load, name),
   });
 
+const overviewView = lazyView(() => import("./pages/run/Overview"), "Overview");
 const overview = createRoute({
   getParentRoute: () => run,
   path: "/",
-  component: lazyView(() => import("./pages/run/Overview"), "Overview"),
+  component: overviewView,
   validateSearch: curveSearch,
+  loader: ({ context: { client }, params, preload }) => {
+    overviewView.begin();
+    if (preload) return;
+    ask(client, newestCheckpointsOptions(params.run));
+    ask(client, timelineOptions(params.run));
+  },
 });
 const checkpoints = createRoute({
   getParentRoute: () => run,
@@ -88,11 +118,18 @@ const errors = createRoute({
   }),
 });
 
+const lineageView = lazyView(() => import("./pages/run/Lineage"), "Lineage");
 const lineage = createRoute({
   getParentRoute: () => run,
   path: "/lineage",
-  component: lazyView(() => import("./pages/run/Lineage"), "Lineage"),
+  component: lineageView,
   validateSearch: (given: Record<string, unknown>): { at?: string } => ({ at: text(given.at) }),
+  loader: ({ context: { client }, params, preload }) => {
+    lineageView.begin();
+    if (preload) return;
+    void import("./layout").then(({ startLayout }) => startLayout(), () => undefined);
+    ask(client, graphOptions(params.run, []));
+  },
 });
 
 const checkpoint = createRoute({
@@ -187,6 +224,7 @@ export const router = createRouter({
     nodes,
     storage,
   ]),
+  context: { client: createQueryClient() },
   basepath: PREFIX || "/",
   parseSearch: parseSearchWith(readValue),
   defaultPreload: "intent",

@@ -195,10 +195,12 @@ export function openPage(path: string, answers: Given = {}): Server {
   vi.stubGlobal("Worker", LayoutWorker);
   const history = createMemoryHistory({ initialEntries: [path] });
   const { routeTree, options: { parseSearch } } = router;
+  const client = createQueryClient();
+  const own = createRouter({ routeTree, history, parseSearch, context: { client } });
   render(
-    <QueryClientProvider client={createQueryClient()}>
+    <QueryClientProvider client={client}>
       <ClockProvider>
-        <RouterProvider router={createRouter({ routeTree, history, parseSearch })} />
+        <RouterProvider router={own} />
       </ClockProvider>
     </QueryClientProvider>,
   );

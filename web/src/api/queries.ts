@@ -113,20 +113,22 @@ export const useCheckpoints = (run: string) =>
   });
 
 /** The newest checkpoints of a run, for its timeline. */
-export const useNewestCheckpoints = (run: string) =>
-  useQuery({
-    queryKey: ["run", run, "newest checkpoints"],
-    queryFn: async () => (await checkpointsOf(run, CHECKPOINTS_DRAWN)).items,
-    refetchInterval,
-  });
+export const newestCheckpointsOptions = (run: string) => queryOptions({
+  queryKey: ["run", run, "newest checkpoints"],
+  queryFn: async () => (await checkpointsOf(run, CHECKPOINTS_DRAWN)).items,
+  refetchInterval,
+});
+
+export const useNewestCheckpoints = (run: string) => useQuery(newestCheckpointsOptions(run));
 
 /** The segments of each attempt, as counted in the run's goodput. */
-export const useTimeline = (run: string) =>
-  useQuery({
-    queryKey: ["run", run, "timeline"],
-    queryFn: () => get<Segment[]>(`${at(run)}/timeline`),
-    refetchInterval,
-  });
+export const timelineOptions = (run: string) => queryOptions({
+  queryKey: ["run", run, "timeline"],
+  queryFn: () => get<Segment[]>(`${at(run)}/timeline`),
+  refetchInterval,
+});
+
+export const useTimeline = (run: string) => useQuery(timelineOptions(run));
 
 export const useEvents = (run: string, kind: readonly string[]) =>
   useInfiniteQuery({
@@ -184,13 +186,14 @@ export const logDownload = (run: string, file: string) =>
   BASE + withQuery(`${at(run)}/log-files/download`, { file });
 
 /** The lineage with its long chains folded, except for the folds in `opened`. */
+export const graphOptions = (run: string, opened: readonly string[]) => queryOptions({
+  queryKey: ["run", run, "lineage", ...opened],
+  queryFn: () => get<Graph>(withQuery(`${at(run)}/lineage`, { folded: true, opened })),
+  refetchInterval,
+});
+
 export const useGraph = (run: string, opened: readonly string[]) =>
-  useQuery({
-    queryKey: ["run", run, "lineage", ...opened],
-    queryFn: () => get<Graph>(withQuery(`${at(run)}/lineage`, { folded: true, opened })),
-    placeholderData: keepPreviousData,
-    refetchInterval,
-  });
+  useQuery({ ...graphOptions(run, opened), placeholderData: keepPreviousData });
 
 const ofCheckpoint = (id: string) => `/checkpoints/${encodeURIComponent(id)}`;
 
