@@ -60,6 +60,17 @@ def test_invalid_requests_are_refused_with_the_next_step(api: httpx.Client) -> N
     assert answer.status_code == 422
 
 
+@pytest.mark.parametrize("action", ["stop", "pause", "cancel"])
+def test_an_action_on_a_run_that_has_ended_meanwhile_says_so(
+    api: httpx.Client, served: Served, action: str
+) -> None:
+    journals = [one for one in served.runs["gpt"].paths.journal.iterdir() if one.is_file()]
+    before = [one.read_bytes() for one in journals]
+    told = post(api, f"/runs/gpt/{action}", 422)
+    assert f"run gpt is completed, so there is nothing to {action}" in told["message"]
+    assert [one.read_bytes() for one in journals] == before
+
+
 JSON = "application/json"
 
 
