@@ -21,7 +21,7 @@ from tests.support.postgres import postgres_server
 from tests.support.runs import RunFolder
 
 from holdfast.api.app import create_app
-from holdfast.lineage.database.documents import Document
+from holdfast.lineage.database.documents import DocumentColumn
 from holdfast.lineage.database.schema_changes import upgrade
 from holdfast.lineage.database.sqlite_file import URL_VARIABLE
 from holdfast.lineage.database.tables import TABLES
@@ -69,7 +69,7 @@ COLUMNS: Final = {
     f"{table.name}.{column.name}": (table, column.name)
     for table in TABLES
     for column in table.columns
-    if isinstance(column.type, Document)
+    if isinstance(column.type, DocumentColumn)
 }
 DEEP: Final = "[" * 900 + "]" * 900
 TOO_DEEP: Final = "[" * 5000 + "]" * 5000

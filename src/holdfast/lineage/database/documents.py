@@ -51,7 +51,7 @@ def _is_figure(name: str, value: Any) -> bool:
     return value is None or (type(value) in {int, float} and math.isfinite(value))
 
 
-class Document(TypeDecorator[Any]):
+class DocumentColumn(TypeDecorator[Any]):
     """JSON that `read` turns into a value of the expected shape.
 
     PostgreSQL stores it as JSONB, whose dialect only a use of PostgreSQL imports.
@@ -120,7 +120,7 @@ def number_in(column: Column[Any], key: str) -> ColumnElement[float]:
     return _NumberIn(column, literal_column(f"'$.{key}'"))
 
 
-ACCOUNT: Final = Document(account_of)
-OBJECT: Final = Document(facts_of)
-TEXTS: Final = Document(texts_of)
-NUMBERS: Final = Document(numbers_of)
+ACCOUNT: Final = DocumentColumn(account_of)
+OBJECT: Final = DocumentColumn(facts_of)
+TEXTS: Final = DocumentColumn(texts_of)
+NUMBERS: Final = DocumentColumn(numbers_of)

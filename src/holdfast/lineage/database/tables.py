@@ -36,7 +36,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import DBAPIError
 
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.lineage.database.documents import ACCOUNT, NUMBERS, OBJECT, TEXTS, Document
+from holdfast.lineage.database.documents import ACCOUNT, NUMBERS, OBJECT, TEXTS, DocumentColumn
 from holdfast.lineage.database.states import STORED_EDGES, CheckpointState
 
 ROWS_PER_STATEMENT_MAX: Final = 1000
@@ -497,7 +497,7 @@ def _copy(connection: Connection, table: Table, rows: Sequence[Row], *, is_new: 
 def _send(cursor: Any, statement: str, table: Table, rows: Sequence[Row]) -> None:
     """Send rows to a COPY statement, with documents as JSON."""
     values = itemgetter(*(column.name for column in table.columns))
-    documents = [i for i, c in enumerate(table.columns) if isinstance(c.type, Document)]
+    documents = [i for i, c in enumerate(table.columns) if isinstance(c.type, DocumentColumn)]
     with cursor.copy(statement) as copy:
         for row in rows:
             sent = list(values(row))
