@@ -13,10 +13,10 @@ import pytest
 from tests.api.conftest import Served, wait_for
 
 from holdfast.contracts.disk.durable import write_bytes
-from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import MANIFEST
 from holdfast.contracts.records.attempt import StopFile, read_document
-from holdfast.contracts.records.history import load_history
+from holdfast.contracts.records.history import load_events, load_history
 
 NEWEST = "gpt:step-00000200.a0003.l01"
 
@@ -58,6 +58,20 @@ def test_invalid_requests_are_refused_with_the_next_step(api: httpx.Client) -> N
     assert post(api, "/runs/gpt-b/stop", 422, now=True)["code"] == "invalid"
     answer = api.post("/api/v1/runs/gpt/stop", content=b"{", headers={"Content-Type": JSON})
     assert answer.status_code == 422
+
+
+@pytest.mark.parametrize("action", ["stop", "pause", "cancel"])
+def test_an_action_on_a_run_that_has_ended_meanwhile_says_so(
+    api: httpx.Client, served: Served, action: str
+) -> None:
+    def orders() -> list[Event]:
+        found = load_events(served.runs["gpt"].paths)
+        return [one for one in found if one.kind is EventKind.OPERATOR_REQUEST]
+
+    before = orders()
+    told = post(api, f"/runs/gpt/{action}", 422)
+    assert f"run gpt is completed, so there is nothing to {action}" in told["message"]
+    assert orders() == before
 
 
 JSON = "application/json"

@@ -21,7 +21,7 @@ from holdfast.lineage.ingest.reindex import reindex
 from holdfast.lineage.ingest.run_ingest import ingest_run
 from holdfast.lineage.queries import pages, run_queries
 from holdfast.lineage.queries.comparison import compare, list_files
-from holdfast.lineage.queries.durability import add_durability, add_status
+from holdfast.lineage.queries.durability import add_durability, list_with_status
 from holdfast.lineage.queries.totals import list_nodes, metric_series, node_faults
 
 TABLES = {table.name for table in tables.TABLES}
@@ -86,7 +86,7 @@ def questions(database: Database, root: Path) -> list[Callable[[], object]]:
         lambda: pages.list_checkpoints(database, "gpt", limit=None),
         lambda: run_queries.lineage_graph(database, "gpt"),
         lambda: add_durability(database, "gpt-b", run_queries.lineage_graph(database, "gpt-b")),
-        lambda: add_status(database, "gpt", pages.list_checkpoints(database, "gpt").items),
+        lambda: list_with_status(database, "gpt", limit=5),
         lambda: pages.newest_on_branch(database, "a" * 32),
         lambda: run_queries.ancestry(database, CHECKPOINT),
     ]

@@ -126,12 +126,15 @@ def test_live_runs_are_listed_before_newer_ended_runs(site: Site, browser: Brows
 
 
 @pytest.mark.more
+@pytest.mark.parametrize(
+    ("width", "shown"), [(820, {"": "Duration"}), (1024, {"": "Duration", "/": "Last checkpoint"})]
+)
 def test_tables_show_all_their_columns_in_a_window_of_medium_width(
-    site: Site, browser: Browser
+    site: Site, browser: Browser, width: int, shown: dict[str, str]
 ) -> None:
-    with testbed.page_of(browser, site, width=1024) as (page, _):
-        for path, name in (("/", "Last checkpoint"), (f"/runs/{LIVE}/checkpoints", "Committed")):
-            page.goto(path)
+    with testbed.page_of(browser, site, width=width) as (page, _):
+        for path, name in {**shown, "/checkpoints": "Committed"}.items():
+            page.goto(path if path == "/" else f"/runs/{LIVE}{path}")
             last = page.get_by_role("columnheader", name=name)
             expect(last).to_be_visible()
             hidden = "(one) => { const area = one.closest('.table-wrap');"

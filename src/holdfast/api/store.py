@@ -186,7 +186,7 @@ class IndexStore:
         limit: int,
     ) -> Page[CheckpointRow]:
         """Return one page of a run's checkpoints, sorted by step, with their durability status."""
-        found = pages.list_checkpoints(
+        found = durability.list_with_status(
             self.index.open(),
             _no_path(run),
             where,
@@ -194,8 +194,7 @@ class IndexStore:
             after=after,
             limit=limit,
         )
-        rows = durability.add_status(self.index.open(), run, found.items)
-        return Page(items=rows, next=found.next)
+        return _page(found)
 
     @in_one_read
     def show_checkpoint(self, identity: str) -> CheckpointRow:
@@ -204,10 +203,10 @@ class IndexStore:
         parsed = CheckpointName.parse(name)
         step = parsed.step if parsed else None
         where = CheckpointFilter(step_from=step, step_to=step)
-        found = pages.list_checkpoints(self.index.open(), run.uid, where, limit=PAGE_MAX)
+        found = durability.list_with_status(self.index.open(), run.uid, where, limit=PAGE_MAX)
         for row in found.items:
             if row["id"].endswith(f":{name}"):
-                return durability.add_status(self.index.open(), run.uid, [row])[0]
+                return row
         raise NotFoundError(f"{identity}: the checkpoint was just removed from the index")
 
     def has_mirror(self, identity: str) -> bool:

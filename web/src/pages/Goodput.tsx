@@ -24,7 +24,7 @@ function Line({ run }: { run: Counted }) {
   const { goodput } = run;
   return (
     <tr>
-      <td>
+      <td className="prose">
         <Link to="/runs/$run" params={{ run: run.run }}>{run.run}</Link>
         <div className="second"><State state={run.state} /></div>
         <div className="narrow-only"><GoodputBar parts={goodput} /></div>

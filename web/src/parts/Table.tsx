@@ -20,6 +20,8 @@ declare module "@tanstack/react-table" {
     wide?: boolean;
     /** Shown in a roomy window only. */
     roomy?: boolean;
+    /** A sentence: not squeezed to a word a line by the other columns. */
+    prose?: boolean;
     /** Unused: the declaration must use both type parameters of the library. */
     unused?: [TData, TValue];
   }
@@ -42,8 +44,11 @@ interface Props<T> {
   rowClass?: (row: T) => string | undefined;
 }
 
-const classOf = (meta?: { number?: boolean; wide?: boolean; roomy?: boolean }) =>
-  [meta?.number && "number", meta?.wide && "wide-only", meta?.roomy && "roomy-only"]
+type Meta = { number?: boolean; wide?: boolean; roomy?: boolean; prose?: boolean };
+
+const classOf = (meta?: Meta) =>
+  [meta?.number && "number", meta?.wide && "wide-only", meta?.roomy && "roomy-only",
+    meta?.prose && "prose"]
     .filter(Boolean).join(" ") || undefined;
 
 const sortingOf = (sort: string | undefined): SortingState =>

@@ -39,13 +39,14 @@ from holdfast.contracts.records.protection import unprotected_in
 from holdfast.contracts.records.saving import saves_by_holdfast, trained_in_view
 from holdfast.contracts.records.topology import SavedTopology
 from holdfast.contracts.records.trackers import trackers_in
-from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.spec.recorded import section
 from holdfast.contracts.spec.steps_total import steps_total
 from holdfast.contracts.states import RunState
 from holdfast.lineage.database.states import CheckpointState
 from holdfast.lineage.queries import reports, views
 from holdfast.lineage.queries.cursors import PAGE_DEFAULT, PAGE_MAX
 from holdfast.lineage.queries.durability import CheckpointRow
+from holdfast.lineage.queries.find import spec_of
 from holdfast.lineage.queries.pages import (
     CheckpointFilter,
     EventFilter,
@@ -123,7 +124,7 @@ def show_run(request: Request, run: RunId) -> RunDetail:
         "on_disk": paths.spec.is_file(),
         "failed_saves": failed_saves(alerts),
         "noticed": noticed(alerts),
-        "steps_total": steps_total(shown["spec"].get("config") or {}) or declared_steps(paths),
+        "steps_total": steps_total(section(shown["spec"], "config")) or declared_steps(paths),
         "live_step": live_step(paths) if is_live else None,
         "step_s": pace.step_s if pace else None,
         "supervision": (
@@ -259,9 +260,8 @@ def show_storage(request: Request, run: RunId) -> Prune:
 def show_capacity(request: Request, run: RunId) -> Capacity:
     """Return the GPUs that are free now for the run, as its scheduler answers."""
     services = services_of(request)
-    try:
-        spec = RunSpec.read(services.store.read_spec(services.store.find_run(run).uid))
-    except ValueError:
+    spec = spec_of(services.store.read_spec(services.store.find_run(run).uid))
+    if spec is None:
         problem = "this version of Holdfast cannot read the run's spec"
         return Capacity(gpus_free=None, where="", problem=problem)
     return services.free_gpus.ask(spec.resources)
@@ -328,9 +328,8 @@ def _gpu_range(spec: dict[str, Any], newest: SavedTopology | None) -> dict[str, 
 
     `gpus_fitting` are those that the newest checkpoint fits, or None if it fits all.
     """
-    try:
-        parsed = RunSpec.read(spec)
-    except ValueError:
+    parsed = spec_of(spec)
+    if parsed is None:
         return dict.fromkeys(("gpus_min", "gpus_max", "gpus_allowed", "gpus_fitting"))
     sizes = allowed_sizes(parsed)
     fitting = list(filter(Feasibility(newest, parsed.ranks).allows, sizes))

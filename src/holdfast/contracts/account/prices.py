@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.contracts.spec.recorded import section
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
@@ -18,8 +20,12 @@ class Prices:
 
 def prices_of(spec: Mapping[str, Any]) -> Prices:
     """Return the prices in a run's spec, given as plain data."""
-    cost = spec.get("cost") or {}
-    return Prices(**{key: cost[key] for key in Prices.__dataclass_fields__ if key in cost})
+    cost = section(spec, "cost")
+    numbers = {key: cost.get(key) for key in ("gpu_hour", "on_demand_per_gpu_hour")}
+    found: dict[str, Any] = {key: one for key, one in numbers.items() if type(one) in {int, float}}
+    if isinstance(cost.get("currency"), str):
+        found["currency"] = cost["currency"]
+    return Prices(**found)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.records.history import RunHistory
+from holdfast.contracts.spec.recorded import section
 from holdfast.contracts.states import AttemptState
 
 # How long a program may import and build its model before it makes its Session.
@@ -48,7 +49,7 @@ def trained_in(history: RunHistory, now: float | None = None) -> list[Trained]:
 def trained_in_view(view: Mapping[str, Any], now: float | None = None) -> list[Trained]:
     """Return the same of a run in the index: `lineage.views.RunView`."""
     now = time.time() if now is None else now
-    program = view["spec"].get("program") or {}
+    program = section(view["spec"], "program")
     # The newest committed step speaks for all attempts.
     watched = bool(program.get("checkpoints")) or view["step"] is not None
     found = []

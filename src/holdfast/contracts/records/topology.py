@@ -67,7 +67,7 @@ class Degrees:
 def degrees_of(manifest: SavedTopology) -> Degrees:
     """Return how the checkpoint's state was split when it was saved."""
     mesh = _mesh_of(manifest)
-    pipeline = int(manifest.topology.get("pipeline") or mesh.get(PIPELINE) or 1)
+    pipeline = _size(manifest.topology.get("pipeline")) or mesh.get(PIPELINE) or 1
     fixed = {n: s for n, s in mesh.items() if n not in DATA and n != PIPELINE}
     replicas = math.prod(size for name, size in mesh.items() if name in REPLICATING)
     sharding = [s for n, s in mesh.items() if n in DATA and n not in REPLICATING]
@@ -156,8 +156,15 @@ def fitting_counts(
 
 def _mesh_of(manifest: SavedTopology) -> Mapping[str, int]:
     """Return dimension names and sizes; empty if nothing was sharded or it was not recorded."""
-    mesh: Mapping[str, int] = manifest.topology.get("mesh") or {}
-    return mesh
+    mesh = manifest.topology.get("mesh")
+    sizes = mesh.items() if isinstance(mesh, Mapping) else ()
+    # Another user may have written the manifest.
+    return {str(name): size for name, given in sizes if (size := _size(given))}
+
+
+def _size(value: object) -> int | None:
+    """Return the size of a mesh dimension, or None if it is no whole number above 0."""
+    return value if type(value) is int and value > 0 else None
 
 
 def _unshared(manifest: SavedTopology, then: Degrees) -> list[int]:

@@ -16,6 +16,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from holdfast.contracts.disk.paths import absolute_path
 from holdfast.contracts.errors import DamagedIndexError, LineageError
+from holdfast.lineage.database.documents import parse_json
 from holdfast.lineage.database.heal import says_damage
 from holdfast.lineage.database.limits import ORDINARY, POOL_S, DatabaseLimits
 from holdfast.lineage.database.sqlite_file import URL_VARIABLE, create_private, database_url
@@ -59,6 +60,7 @@ def make_engine(
     """Create an engine whose uses of the database are bounded by `limits`."""
     if "poolclass" not in options:
         options["pool_timeout"] = POOL_S
+    options["json_deserializer"] = parse_json
     try:
         if url.get_backend_name() == "sqlite":
             create_private(Path(url.database or ""))

@@ -17,13 +17,11 @@ from typing import Any, Final, get_args
 
 import orjson
 from sqlalchemy import (
-    JSON,
     BigInteger,
     Boolean,
     CheckConstraint,
     Column,
     Connection,
-    Dialect,
     Double,
     ForeignKeyConstraint,
     Index,
@@ -31,7 +29,6 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
-    TypeDecorator,
     false,
     func,
     select,
@@ -39,6 +36,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import DBAPIError
 
 from holdfast.contracts.states import AttemptState, Cause, RunState
+from holdfast.lineage.database.documents import ACCOUNT, NUMBERS, OBJECT, TEXTS, DocumentColumn
 from holdfast.lineage.database.states import STORED_EDGES, CheckpointState
 
 ROWS_PER_STATEMENT_MAX: Final = 1000
@@ -59,27 +57,13 @@ METADATA: Final = MetaData(
 )
 
 
-class JsonValue(TypeDecorator[Any]):
-    """JSON. PostgreSQL stores it as JSONB, whose dialect only a use of PostgreSQL imports."""
-
-    impl = JSON
-    cache_ok = True
-
-    def load_dialect_impl(self, dialect: Dialect) -> Any:
-        if dialect.name != "postgresql":
-            return dialect.type_descriptor(JSON())
-        from sqlalchemy.dialects.postgresql import JSONB
-
-        return dialect.type_descriptor(JSONB())
-
-
 _TYPES: Final[Mapping[Any, Any]] = {
     str: Text,
     int: BigInteger,
     float: Double,
     bool: Boolean,
-    dict: JsonValue,
-    list: JsonValue,
+    dict: OBJECT,
+    list: TEXTS,
 }
 _KEY: Final = {"primary_key": True, "autoincrement": False}
 TEXT_KEY: Final = (str, _KEY)
@@ -88,14 +72,14 @@ BIG_NUMBER_KEY: Final = (int, _KEY)
 
 
 def _table(name: str, columns: Mapping[str, Any], *rules: Any) -> Table:
-    """Return a table. A column is a Python type, or one with SQLAlchemy's options for it."""
+    """Return a table. A column is a type, or one with SQLAlchemy's options for it."""
     return Table(name, METADATA, *(_column(*one) for one in columns.items()), *rules)
 
 
 def _column(name: str, given: Any) -> Column[Any]:
     kind, options = given if isinstance(given, tuple) else (given, {})
     kinds = get_args(kind) or (kind,)
-    return Column(name, _TYPES.get(kinds[0], kinds[0])(), nullable=len(kinds) > 1, **options)
+    return Column(name, _TYPES.get(kinds[0], kinds[0]), nullable=len(kinds) > 1, **options)
 
 
 def _listing(values: Iterable[str]) -> str:
@@ -150,7 +134,7 @@ RUNS: Final = _table(
         "flow_run": str | None,
         "updated_at": float,
         "committed_at": float | None,
-        "goodput": dict,
+        "goodput": ACCOUNT,
         "fingerprint": str,
         "root_id": (str, {"server_default": ""}),
         "unknown_kinds": (list, {"server_default": "[]"}),
@@ -399,7 +383,7 @@ METRIC_FILES: Final = _table(
         "launch": BIG_NUMBER_KEY,
         "offset": int,
         "stride": int,
-        "spark": list,
+        "spark": NUMBERS,
     },
     _part_of("runs", run_uid="uid"),
 )
@@ -513,7 +497,7 @@ def _copy(connection: Connection, table: Table, rows: Sequence[Row], *, is_new: 
 def _send(cursor: Any, statement: str, table: Table, rows: Sequence[Row]) -> None:
     """Send rows to a COPY statement, with documents as JSON."""
     values = itemgetter(*(column.name for column in table.columns))
-    documents = [i for i, c in enumerate(table.columns) if isinstance(c.type, JsonValue)]
+    documents = [i for i, c in enumerate(table.columns) if isinstance(c.type, DocumentColumn)]
     with cursor.copy(statement) as copy:
         for row in rows:
             sent = list(values(row))

@@ -9,9 +9,10 @@ from typing import Any, Final
 from sqlalchemy import Connection, Select, select
 from sqlalchemy import Row as RowTuple
 
-from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind, problem_with_facts
 from holdfast.contracts.disk.paths import RunPaths, checkpoint_id
 from holdfast.contracts.records.consumers import Use, use_in
+from holdfast.lineage.database.documents import valid_json
 from holdfast.lineage.database.states import EdgeKind
 from holdfast.lineage.database.tables import EVENTS, IN_ORDER
 from holdfast.lineage.database.transactions import Database
@@ -76,7 +77,7 @@ def _lines(
     if checkpoints is not None:
         # A metric that a person reported may name its checkpoint with the run.
         names = [*checkpoints, *(checkpoint_id(run["run"], one) for one in checkpoints)]
-        query = query.where(columns.data["checkpoint"].as_string().in_(names))
+        query = query.where(valid_json(columns.data)["checkpoint"].as_string().in_(names))
     if newest is not None:
         return query.order_by(*(column.desc() for column in IN_ORDER)).limit(newest)
     return query.order_by(*IN_ORDER)
@@ -84,7 +85,9 @@ def _lines(
 
 def _uses(lines: Iterable[RowTuple[Any]]) -> list[Use]:
     """Return the newest state of each consumer of each checkpoint. `lines` are oldest first."""
-    found = (use_in(data, time) for time, data in lines)
+    kind = EventKind.CONSUMER
+    sound = ((time, data) for time, data in lines if problem_with_facts(kind, data) is None)
+    found = (use_in(data, time) for time, data in sound)
     uses = {(use.consumer, use.checkpoint): use for use in found if use is not None}
     return list(uses.values())
 
@@ -119,7 +122,7 @@ def _metrics(
     if not names:
         return found
     for _, data in connection.execute(_lines(run, EventKind.METRIC, names)):
-        if data.get("consumer"):
+        if problem_with_facts(EventKind.METRIC, data) is None and data.get("consumer"):
             key = str(data["consumer"]), str(data["checkpoint"]).rpartition(":")[2]
             found.setdefault(key, {})[str(data["metric"])] = data["value"]
     return found

@@ -8,22 +8,24 @@ byte, and a complete copy on the mirror.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, Text, bindparam, cast, func, select
 from typing_extensions import TypedDict
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import CheckpointName, checkpoint_id
 from holdfast.contracts.states import RunState
+from holdfast.lineage.database.documents import valid_json
 from holdfast.lineage.database.permissions import readable
 from holdfast.lineage.database.states import EdgeKind
 from holdfast.lineage.database.tables import ATTEMPTS, CHECKPOINTS, EVENTS, IN_ORDER, LAUNCHES, RUNS
 from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.queries import views
-from holdfast.lineage.queries.find import Row, rows_of, run_row
-from holdfast.lineage.queries.pages import best_of
+from holdfast.lineage.queries.cursors import PAGE_DEFAULT, RowPage
+from holdfast.lineage.queries.find import RUN_UID, Row, rows_of, run_row
+from holdfast.lineage.queries.pages import CheckpointFilter, best_of, checkpoints_of
 
 # A resume that loads a checkpoint compares every byte with the manifest.
 RESUME: Final = "resume"
@@ -31,6 +33,21 @@ STAGED: Final = "staged"
 DURABILITY_EVENTS: Final = (EventKind.RESUMED, EventKind.VERIFIED, EventKind.MIRRORED)
 # Each rank has two slots. Saves older than these few are committed or failed.
 STAGED_MAX: Final = 8
+
+_DATA: Final = valid_json(EVENTS.c.data)
+_CHECKPOINT: Final = _DATA["checkpoint"].as_string()
+# SQLite extracts `true` as 1. A cast to a boolean would fail in PostgreSQL for any other text.
+_IS_OK: Final = cast(_DATA["ok"].as_string(), Text).in_(("true", "1"))
+# Only the keys that are needed: the data of a `resumed` event is long.
+_DURABILITY: Final = (
+    select(EVENTS.c.kind, EVENTS.c.time, _CHECKPOINT, _IS_OK, _DATA["by"].as_string())
+    .where(
+        EVENTS.c.run_uid == RUN_UID,
+        EVENTS.c.kind.in_([str(kind) for kind in DURABILITY_EVENTS]),
+    )
+    .order_by(*IN_ORDER)
+)
+_DURABILITY_OF: Final = _DURABILITY.where(_CHECKPOINT.in_(bindparam("names", expanding=True)))
 
 
 class DurabilityStatus(TypedDict):
@@ -59,19 +76,32 @@ NOT_DURABLE: Final = DurabilityStatus(
 )
 
 
-def add_status(
-    database: Database, run: str, checkpoints: Sequence[views.CheckpointView]
-) -> list[CheckpointRow]:
-    """Return `checkpoints`, which belong to `run`, with their durability status."""
-    names = [one["id"].rpartition(":")[2] for one in checkpoints]
+def list_with_status(
+    database: Database,
+    run: str,
+    where: CheckpointFilter | None = None,
+    *,
+    newest_first: bool = True,
+    after: str | None = None,
+    limit: int = PAGE_DEFAULT,
+) -> RowPage[CheckpointRow]:
+    """Return one page of a run's checkpoints with their durability status.
+
+    Raises what `pages.list_checkpoints` raises.
+    """
     with database.reading() as connection:
         row = run_row(connection, run)
+        page = checkpoints_of(
+            connection, row, where, newest_first=newest_first, after=after, limit=limit
+        )
+        names = [one["id"].rpartition(":")[2] for one in page.items]
         known = _read_durability(connection, row, names)
         best = best_of(connection, row)
-    return [
+    rows = [
         CheckpointRow(**one, **known.get(name, NOT_DURABLE), is_best=name == best)
-        for name, one in zip(names, checkpoints, strict=True)
+        for name, one in zip(names, page.items, strict=True)
     ]
+    return RowPage(rows, page.next)
 
 
 def add_durability(database: Database, run: str, graph: views.Graph) -> views.Graph:
@@ -118,28 +148,13 @@ def durability_of(
 def _read_durability(
     connection: Connection, run: Row, names: Collection[str] | None
 ) -> dict[str, DurabilityStatus]:
-    columns = EVENTS.c
-    of = columns.data["checkpoint"].as_string()
-    # Select only the keys that are needed: the data of a `resumed` event is long.
-    query = (
-        select(
-            columns.kind,
-            columns.time,
-            of,
-            columns.data["ok"].as_boolean(),
-            columns.data["by"].as_string(),
-        )
-        .where(
-            columns.run_uid == run["uid"],
-            columns.kind.in_([str(kind) for kind in DURABILITY_EVENTS]),
-        )
-        .order_by(*IN_ORDER)
-    )
+    wanted: dict[str, Any] = {"run_uid": run["uid"]}
     if names is not None:
-        query = query.where(of.in_([*names, *(checkpoint_id(run["run"], one) for one in names)]))
+        wanted["names"] = [*names, *(checkpoint_id(run["run"], one) for one in names)]
+    query = _DURABILITY if names is None else _DURABILITY_OF
     lines = (
         (kind, time, {"checkpoint": checkpoint, "ok": ok, "by": by})
-        for kind, time, checkpoint, ok, by in connection.execute(query)
+        for kind, time, checkpoint, ok, by in connection.execute(query, wanted)
     )
     return durability_of(lines, run["run"])
 

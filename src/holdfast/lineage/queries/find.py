@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import orjson
 from pydantic import BaseModel, ConfigDict
-from sqlalchemy import Connection, Select, and_, or_, select
+from sqlalchemy import Connection, Select, Text, and_, bindparam, or_, select
 
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths, plain_checkpoint
 from holdfast.contracts.disk.roots import read_root_id
 from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.lineage.database.permissions import may_read, readable
 from holdfast.lineage.database.tables import CHECKPOINTS, RUNS
@@ -19,8 +24,29 @@ from holdfast.lineage.database.transactions import Database
 
 NAMES_SUGGESTED_MAX: Final = 3
 NAMES_SEARCHED_MAX: Final = 1000
+SPECS_MAX: Final = 256
 
 Row = dict[str, Any]
+
+# Queries that every page makes are built once. SQLAlchemy takes longer to build one, and to find
+# its compiled form, than the database takes to answer.
+RUN_UID: Final = bindparam("run_uid", type_=Text())
+_NAME: Final = bindparam("name", type_=Text())
+_NEWEST_FIRST: Final = (RUNS.c.created_at.desc(), RUNS.c.uid)
+_BY_NAME: Final = (
+    select(RUNS)
+    .where(or_(RUNS.c.uid == _NAME, RUNS.c.run == _NAME, RUNS.c.name == _NAME))
+    .order_by(*_NEWEST_FIRST)
+)
+# The column of the folder's name has an index; paths may be too long for one.
+_BY_FOLDER: Final = (
+    select(RUNS)
+    .where(RUNS.c.run == bindparam("run"), RUNS.c.directory == bindparam("directory"))
+    .order_by(*_NEWEST_FIRST)
+)
+_CHECKPOINT: Final = select(CHECKPOINTS).where(
+    CHECKPOINTS.c.run_uid == RUN_UID, CHECKPOINTS.c.name == _NAME
+)
 
 
 class RunRef(BaseModel):
@@ -65,15 +91,29 @@ def plain_root(root: Path) -> str:
     return str(root.expanduser().resolve())
 
 
+def spec_of(recorded: Mapping[str, Any]) -> RunSpec | None:
+    """Return a run's spec; None if this version cannot read it."""
+    return _parsed_spec(orjson.dumps(recorded))
+
+
+@functools.lru_cache(maxsize=SPECS_MAX)
+def _parsed_spec(content: bytes) -> RunSpec | None:
+    # Cached, because its checks take a third of the time of a run's page.
+    # A newer version may have recorded keys that this one cannot read, see decision 44.
+    with contextlib.suppress(ValueError):
+        return RunSpec.read(orjson.loads(content))
+    return None
+
+
 def is_under(root: Path) -> Any:
     """Return the SQL condition for runs of a root, excluding the same path on other clusters."""
     path = plain_root(root)
     return and_(RUNS.c.root == path, RUNS.c.root_id == read_root_id(Path(path)))
 
 
-def rows_of(connection: Connection, query: Select[Any]) -> list[Row]:
-    """Return the rows of a query as dictionaries."""
-    found = connection.execute(query)
+def rows_of(connection: Connection, query: Select[Any], **values: Any) -> list[Row]:
+    """Return the rows of a query as dictionaries; `values` are those of its parameters."""
+    found = connection.execute(query, values)
     # Fetch all rows in one call: fetching them one by one takes a third of the time of a long page.
     names = tuple(found.keys())
     return [dict(zip(names, row, strict=True)) for row in found.all()]
@@ -83,20 +123,14 @@ def _ref(run: Row) -> RunRef:
     return RunRef.model_validate({field: run[field] for field in RunRef.model_fields})
 
 
-def rows_of_run(table: Any, run: Row, *order: Any) -> Select[Any]:
-    """Return a query for a run's rows of a table, sorted by the columns `order`."""
-    return select(table).where(table.c.run_uid == run["uid"]).order_by(*order)
-
-
 def run_row(connection: Connection, name: str, root: Path | None = None) -> Row:
     """Return the run with this name; folder names come before spec names, newer before older."""
-    matches = [RUNS.c.uid == name, RUNS.c.run == name, RUNS.c.name == name]
     if "/" in name:
         directory = Path(plain_root(Path(name)))
-        # The column of the folder's name has an index; paths may be too long for one.
-        matches = [and_(RUNS.c.run == directory.name, RUNS.c.directory == str(directory))]
-    newest = RUNS.c.created_at.desc(), RUNS.c.uid
-    matching = rows_of(connection, select(RUNS).where(or_(*matches)).order_by(*newest))
+        values = {"run": directory.name, "directory": str(directory)}
+        matching = rows_of(connection, _BY_FOLDER, **values)
+    else:
+        matching = rows_of(connection, _BY_NAME, name=name)
     # A run that this account may not read does not exist for it, see decision 93.
     found = [run for run in matching if may_read(run)]
     wanted = plain_root(root) if root else None
@@ -114,7 +148,7 @@ def run_row(connection: Connection, name: str, root: Path | None = None) -> Row:
         return found[0]
     # The suggestions leak no names: only runs that this account may read are searched.
     known = readable(connection, select(RUNS.c.run))
-    names = connection.scalars(known.order_by(*newest).limit(NAMES_SEARCHED_MAX))
+    names = connection.scalars(known.order_by(*_NEWEST_FIRST).limit(NAMES_SEARCHED_MAX))
     near = difflib.get_close_matches(name, set(names), NAMES_SUGGESTED_MAX)
     hint = f"did you mean {' or '.join(near)}?" if near else "`holdfast runs` lists all runs"
     raise NotFoundError(f"{name}: no such run; {hint}")
@@ -132,8 +166,7 @@ def checkpoint_row(connection: Connection, identity: str) -> tuple[Row, Row]:
             "listed by `holdfast checkpoints RUN`, or the path of a checkpoint"
         )
     run = run_row(connection, run_name)
-    query = rows_of_run(CHECKPOINTS, run).where(CHECKPOINTS.c.name == name)
-    found = rows_of(connection, query)
+    found = rows_of(connection, _CHECKPOINT, run_uid=run["uid"], name=name)
     if not found:
         raise NotFoundError(
             f"{identity}: run {run['run']} has no such committed checkpoint; "

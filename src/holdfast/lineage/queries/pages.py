@@ -8,9 +8,10 @@ database cannot be used.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -32,13 +33,16 @@ from sqlalchemy import (
     true,
     union_all,
 )
+from sqlalchemy import cast as sql_cast
 from typing_extensions import TypedDict
 
-from holdfast.contracts.disk.journal import Event, EventKind
+from holdfast.contracts.disk.journal import Event, EventKind, problem_with_facts
 from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.contracts.spec.keep_rules import ranked
+from holdfast.contracts.spec.recorded import section
 from holdfast.contracts.states import AttemptState, Cause, RunState
+from holdfast.lineage.database.documents import number_in, valid_json
 from holdfast.lineage.database.permissions import may_see, readable
 from holdfast.lineage.database.states import CheckpointState, EdgeKind
 from holdfast.lineage.database.tables import (
@@ -54,13 +58,14 @@ from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.ingest.reasons import NOTHING_KEEPS, candidates, explain
 from holdfast.lineage.queries import views
 from holdfast.lineage.queries.cursors import PAGE_DEFAULT, RowOrder, RowPage, fetch_page
-from holdfast.lineage.queries.find import Row, is_under, rows_of, run_row
+from holdfast.lineage.queries.find import RUN_UID, Row, is_under, rows_of, run_row
 
 FILTER_VALUES_MAX: Final = 200
 NEWEST_EVENTS_MAX: Final = 200
 
 # Why the checkpoints of a run are kept or would be deleted, according to the index.
 
+_SPEC = valid_json(RUNS.c.spec)
 # The columns that the keep rules need.
 _RULE_COLUMNS = ("name", "step", "committed_at", "metrics", "state", "rolled_back")
 _STEPS = (CHECKPOINTS.c.step, CHECKPOINTS.c.attempt, CHECKPOINTS.c.launch)
@@ -68,6 +73,32 @@ _STEPS = (CHECKPOINTS.c.step, CHECKPOINTS.c.attempt, CHECKPOINTS.c.launch)
 _ON_BRANCH = (
     CHECKPOINTS.c.state == CheckpointState.COMMITTED.value,
     CHECKPOINTS.c.rolled_back.is_(False),
+)
+
+_BRANCH: Final = (
+    select(*(CHECKPOINTS.c[name] for name in _RULE_COLUMNS))
+    .where(CHECKPOINTS.c.run_uid == RUN_UID, *_ON_BRANCH)
+    .order_by(*(column.desc() for column in _STEPS))
+)
+_BRANCH_END: Final = _BRANCH.limit(1)
+_NEWEST_SIZED: Final = (
+    _BRANCH_END.with_only_columns(
+        CHECKPOINTS.c.name, CHECKPOINTS.c.world_size, CHECKPOINTS.c.topology
+    )
+).where(CHECKPOINTS.c.world_size > 0)
+_RESUMED: Final = select(ATTEMPTS.c.number, ATTEMPTS.c.resumed_from).where(
+    ATTEMPTS.c.run_uid == RUN_UID,
+    ATTEMPTS.c.state.not_in([str(state) for state in AttemptState if state.is_terminal]),
+    ATTEMPTS.c.resumed_from.is_not(None),
+)
+_SOURCES: Final = RUNS.alias("source")
+# The exports and forks from and to a run, each with the state of the run it comes from.
+_USES: Final = (
+    select(EDGES, _SOURCES.c.state)
+    .outerjoin(_SOURCES, _SOURCES.c.uid == EDGES.c.source_uid)
+    .where(or_(EDGES.c.target_uid == RUN_UID, EDGES.c.source_uid == RUN_UID))
+    .where(EDGES.c.kind.in_([EdgeKind.EXPORTED_TO.value, EdgeKind.FORKED_FROM.value]))
+    .order_by(EDGES.c.id)
 )
 
 
@@ -96,31 +127,23 @@ def newest_on_branch(database: Database, run_uid: str) -> Row | None:
     A checkpoint whose manifest has no world size is passed over. It is None without one. The
     caller knows that this account may read the run.
     """
-    columns = CHECKPOINTS.c
-    query = select(columns.name, columns.world_size, columns.topology).where(
-        columns.run_uid == run_uid, *_ON_BRANCH, columns.world_size > 0
-    )
     with database.reading() as connection:
-        found = rows_of(connection, query.order_by(*(one.desc() for one in _STEPS)).limit(1))
+        found = rows_of(connection, _NEWEST_SIZED, run_uid=run_uid)
     return found[0] if found else None
 
 
 def keep_of(run: Row) -> Keep:
-    keep = (run["spec"].get("checkpoint") or {}).get("keep") or {}
-    return Keep.read(keep)
+    """Return the keep rules in a run's spec; those of the default if they cannot be read."""
+    with contextlib.suppress(ValueError):
+        return Keep.read(section(run["spec"], "checkpoint", "keep"))
+    return Keep()
 
 
 def _branch(connection: Connection, run: Row, *, whole: bool) -> list[Row]:
     """Return the checkpoints the run can resume from, oldest first; unless `whole`, the newest."""
-    columns = CHECKPOINTS.c
-    query = select(*(columns[name] for name in _RULE_COLUMNS)).where(
-        columns.run_uid == run["uid"], *_ON_BRANCH
-    )
     # Without a rule, only the newest checkpoint needs a reason, and a run may have thousands.
-    if not whole:
-        query = query.limit(1)
-    found = rows_of(connection, query.order_by(*(column.desc() for column in _STEPS)))
-    return found[::-1]
+    query = _BRANCH if whole else _BRANCH_END
+    return rows_of(connection, query, run_uid=run["uid"])[::-1]
 
 
 def _uses(connection: Connection, run: Row) -> dict[str, list[str]]:
@@ -132,37 +155,27 @@ def _uses(connection: Connection, run: Row) -> dict[str, list[str]]:
 
 def _resumes(connection: Connection, run: Row) -> Iterator[tuple[str, str]]:
     """Yield the checkpoints that live attempts resumed from."""
-    ended = [str(state) for state in AttemptState if state.is_terminal]
-    resumed = select(ATTEMPTS.c.number, ATTEMPTS.c.resumed_from).where(
-        ATTEMPTS.c.run_uid == run["uid"],
-        ATTEMPTS.c.state.not_in(ended),
-        ATTEMPTS.c.resumed_from.is_not(None),
-    )
-    for number, identity in connection.execute(resumed):
+    for number, identity in connection.execute(_RESUMED, {"run_uid": run["uid"]}):
         yield identity.rpartition(":")[2], f"in use: attempt {number} resumed from it"
 
 
 def _exports_and_forks(connection: Connection, run: Row) -> Iterator[tuple[str, str]]:
     """Yield the checkpoints that were exported, and those that live runs were forked from."""
     live = [str(state) for state in RunState if state.is_live]
-    source = RUNS.alias("source")
     # A fork of another account protects a checkpoint, but its name is not shown, see decision 93.
     seen = may_see(connection, EDGES.c.run_uid)
-    is_seen = (true() if seen is None else seen).label("is_seen")
-    query = (
-        select(EDGES, source.c.state, is_seen)
-        .outerjoin(source, source.c.uid == EDGES.c.source_uid)
-        .where(or_(EDGES.c.target_uid == run["uid"], EDGES.c.source_uid == run["uid"]))
-        .where(EDGES.c.kind.in_([EdgeKind.EXPORTED_TO.value, EdgeKind.FORKED_FROM.value]))
-        .order_by(EDGES.c.id)
-    )
-    for edge in rows_of(connection, query):
+    query = _USES if seen is None else _USES.add_columns(seen.label("is_seen"))
+    for edge in rows_of(connection, query, run_uid=run["uid"]):
         # A fork that is not in the index may be live.
         is_live = edge["state"] in (None, *live)
         if edge["kind"] == EdgeKind.EXPORTED_TO and edge["source_uid"] == run["uid"]:
             yield edge["source"], f"exported to {edge['target']}"
         elif edge["kind"] == EdgeKind.FORKED_FROM and edge["target_uid"] == run["uid"] and is_live:
-            fork = f"run {edge['source_run']}" if edge["is_seen"] else "a run that you may not read"
+            fork = (
+                f"run {edge['source_run']}"
+                if edge.get("is_seen", True)
+                else "a run that you may not read"
+            )
             yield edge["target"], f"in use as the parent of {fork}"
 
 
@@ -198,24 +211,27 @@ def _is_live() -> Any:
 
 
 def _goodput(name: str) -> Any:
-    return RUNS.c.goodput[name].as_float()
+    return number_in(RUNS.c.goodput, name)
 
 
 def partition_column() -> Any:
     """Return the Slurm partition of a run's spec, which is NULL for Slurm's default."""
-    return RUNS.c.spec["resources"]["partition"].as_string()
+    return sql_cast(_SPEC["resources"]["partition"].as_string(), Text)
 
 
 def account_column() -> Any:
     """Return the Slurm account of a run's spec, which is NULL for the user's default."""
-    return RUNS.c.spec["resources"]["account"].as_string()
+    return sql_cast(_SPEC["resources"]["account"].as_string(), Text)
 
 
 def _each_tag(connection: Connection) -> Any:
     """Return a column with each tag of a run, of a function's table."""
-    is_sqlite = connection.dialect.name == "sqlite"
-    each = func.json_each if is_sqlite else func.jsonb_array_elements_text
-    return each(RUNS.c.tags).table_valued("value").c.value
+    if connection.dialect.name == "sqlite":
+        each = func.json_each(valid_json(RUNS.c.tags))
+    else:
+        is_list = func.jsonb_typeof(RUNS.c.tags) == "array"
+        each = func.jsonb_array_elements_text(case((is_list, RUNS.c.tags)))
+    return each.table_valued("value").c.value
 
 
 def _newest(table: Any, name: str, *order: str) -> Any:
@@ -251,7 +267,7 @@ _CAUSE = _newest(ATTEMPTS, "cause", "number")
 _LISTED = (
     *(RUNS.c[name] for name in views.RunRow.__annotations__ if name in RUNS.c),
     RUNS.c.directory,
-    RUNS.c.spec["config"].label("config"),
+    _SPEC["config"].label("config"),
     partition_column().label("partition"),
     _CAUSE,
     _newest(ATTEMPTS, "job_id", "number"),
@@ -363,12 +379,27 @@ def list_checkpoints(
     """Return one page of a run's checkpoints, deleted ones included, each with its reason."""
     with database.reading() as connection:
         row = run_row(connection, run)
-        query = _wanted_checkpoints(row, where or CheckpointFilter())
-        order = _by("step", _STEPS, newest_first)
-        page = fetch_page(connection, query, order, after, limit)
-        reasons = reasons_of(connection, row, page.items)
+        return checkpoints_of(
+            connection, row, where, newest_first=newest_first, after=after, limit=limit
+        )
+
+
+def checkpoints_of(
+    connection: Connection,
+    run: Row,
+    where: CheckpointFilter | None,
+    *,
+    newest_first: bool,
+    after: str | None,
+    limit: int | None,
+) -> RowPage[views.CheckpointView]:
+    """Return `list_checkpoints` of a run's row."""
+    query = _wanted_checkpoints(run, where or CheckpointFilter())
+    order = _by("step", _STEPS, newest_first)
+    page = fetch_page(connection, query, order, after, limit)
+    reasons = reasons_of(connection, run, page.items)
     reason_of = {one["name"]: reason for one, reason in zip(page.items, reasons, strict=True)}
-    return page.map(lambda one: views.checkpoint_view(row["run"], one, reason_of[one["name"]]))
+    return page.map(lambda one: views.checkpoint_view(run["run"], one, reason_of[one["name"]]))
 
 
 def list_events(
@@ -398,7 +429,7 @@ def newest_events(
     """
     where = EventFilter(kinds=tuple(str(kind) for kind in kinds), attempt=attempt)
     page = list_events(database, run, where, limit=NEWEST_EVENTS_MAX)
-    return [_event(row, unix_time(row["time"]) or 0.0) for row in reversed(page.items)]
+    return _events(page.items[::-1])
 
 
 def newest_lines(
@@ -424,18 +455,27 @@ def newest_of_each(
     """Return `newest_lines` of each group as events, at most `NEWEST_EVENTS_MAX` of a group."""
     kinds = [tuple(str(kind) for kind in group) for group in groups]
     found = newest_lines(database, run_uid, kinds, NEWEST_EVENTS_MAX)
-    return [[_event(row, row["time"]) for row in lines] for lines in found]
+    return [_events(lines) for lines in found]
 
 
-def _event(row: Mapping[str, Any], time: float) -> Event:
-    return Event(
-        writer=Path(row["journal"]).stem,
-        opening=row["opening"],
-        sequence=row["sequence"],
-        time=time,
-        kind=EventKind(row["kind"]),
-        data=row["data"],
-    )
+def _events(rows: Iterable[Mapping[str, Any]]) -> list[Event]:
+    """Return rows as events, without those that a journal would not contain."""
+    found = []
+    for row in rows:
+        at = row["time"]
+        # No version wrote a row that is not an event.
+        with contextlib.suppress(ValueError):
+            event = Event(
+                writer=Path(row["journal"]).stem,
+                opening=row["opening"],
+                sequence=row["sequence"],
+                time=unix_time(at) or 0.0 if isinstance(at, str) else at,
+                kind=EventKind(row["kind"]),
+                data=row["data"],
+            )
+            if problem_with_facts(event.kind, event.data) is None:
+                found.append(event)
+    return found
 
 
 @functools.lru_cache(maxsize=64)

@@ -55,7 +55,8 @@ def flat_settings(spec: Facts) -> dict[str, Any]:
 
 def flat_arguments(spec: Facts) -> dict[str, Any]:
     """Return the arguments of a spec's command by option, other words by their position."""
-    command = [str(word) for word in spec.get("command") or ()]
+    given = spec.get("command")
+    command = [str(word) for word in given] if isinstance(given, list | tuple) else []
     found: dict[str, Any] = {}
     position = 0
     for number, word in enumerate(command):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -11,17 +10,18 @@ from dataclasses import asdict
 from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Connection, Engine, Select, func, or_, select
+from sqlalchemy import Connection, Engine, func, or_, select
 
 from holdfast.contracts.account.goodput import account, segments
 from holdfast.contracts.account.prices import prices_of
 from holdfast.contracts.account.stretches import stretches_of
 from holdfast.contracts.account.timeline import KINDS, TimelineMark, launches_of
-from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.journal import EventKind, problem_with_facts
 from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.records.tally import Span
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import Cause, RunState
+from holdfast.lineage.database.documents import valid_json
 from holdfast.lineage.database.permissions import readable
 from holdfast.lineage.database.states import EdgeKind
 from holdfast.lineage.database.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, LAUNCHES, RUNS
@@ -30,13 +30,14 @@ from holdfast.lineage.queries import reports, views
 from holdfast.lineage.queries.ancestry import ancestry, descent
 from holdfast.lineage.queries.consumers import consumer_nodes, newest_consumers
 from holdfast.lineage.queries.find import (
+    RUN_UID,
     Row,
     RunRef,
     find_checkpoint,
     find_run,
     rows_of,
-    rows_of_run,
     run_row,
+    spec_of,
 )
 
 # The number of runs whose spans are cached. The spans of ten thousand saves take a megabyte.
@@ -48,12 +49,23 @@ _SPANS: Final[WeakKeyDictionary[Engine, dict[tuple[str, str], Sequence[Span]]]] 
     WeakKeyDictionary()
 )
 _KEEPING_SPANS: Final = threading.Lock()
-# The checkpoint columns that the lineage graph needs.
 # The kind of node that an edge to a path leads to.
 _OUTSIDE: Final = {EdgeKind.EXPORTED_TO.value: "export", EdgeKind.IMPORTED_FROM.value: "source"}
-_DRAWN: Final = (
+# The checkpoint columns that the lineage graph needs.
+_DRAWN_COLUMNS: Final = (
     *("name", "step", "state", "world_size", "pinned", "rolled_back", "path"),
     *("parent", "parent_uid", "parent_name"),
+)
+_DRAWN: Final = (
+    select(*(CHECKPOINTS.c[name] for name in _DRAWN_COLUMNS))
+    .where(CHECKPOINTS.c.run_uid == RUN_UID)
+    .order_by(CHECKPOINTS.c.step, CHECKPOINTS.c.attempt, CHECKPOINTS.c.launch)
+)
+_ATTEMPTS: Final = select(ATTEMPTS).where(ATTEMPTS.c.run_uid == RUN_UID).order_by(ATTEMPTS.c.number)
+_LAUNCHES: Final = (
+    select(LAUNCHES)
+    .where(LAUNCHES.c.run_uid == RUN_UID)
+    .order_by(LAUNCHES.c.attempt, LAUNCHES.c.number)
 )
 
 __all__ = (
@@ -85,7 +97,7 @@ def read_spec(database: Database, run: str) -> Mapping[str, Any]:
 
 def checkpoint_sections(database: Database, uids: Sequence[str]) -> dict[str, Any]:
     """Return the `checkpoint` section of the runs' specs by uid; None where a spec has none."""
-    query = select(RUNS.c.uid, RUNS.c.spec["checkpoint"]).where(RUNS.c.uid.in_(uids))
+    query = select(RUNS.c.uid, valid_json(RUNS.c.spec)["checkpoint"]).where(RUNS.c.uid.in_(uids))
     with database.reading() as connection:
         return dict(connection.execute(query).tuples().all())
 
@@ -94,12 +106,12 @@ def show_run(database: Database, run: str, *, now: float | None = None) -> views
     """Return one run; the goodput of a live run covers the time until `now` (Unix seconds)."""
     with database.reading() as connection:
         row = run_row(connection, run)
-        attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
+        attempts = rows_of(connection, _ATTEMPTS, run_uid=row["uid"])
         launches = _launches(connection, row)
         is_live = RunState(row["state"]).is_live
         # A live run's account grows with the clock, so the stored one is too old.
         goodput = None if is_live else row["goodput"]
-        spec = _spec_of(row)
+        spec = spec_of(row["spec"])
         has_places = spec is not None and bool(spec.resources.fallbacks)
         is_counted = goodput and not has_places
         spans = [] if is_counted else _known_spans(connection, row, attempts, launches)
@@ -127,7 +139,7 @@ def timeline(database: Database, run: str, *, now: float) -> list[reports.Segmen
     """
     with database.reading() as connection:
         row = run_row(connection, run)
-        attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
+        attempts = rows_of(connection, _ATTEMPTS, run_uid=row["uid"])
         spans = _known_spans(connection, row, attempts, _launches(connection, row))
     until = (None if RunState(row["state"]).is_live else row["ended_at"]) or now
     seen_min_s = max(0.0, until - row["created_at"]) / TIMELINE_PARTS
@@ -158,9 +170,8 @@ def lineage_graph(database: Database, run: str) -> views.Graph:
     """
     with database.reading() as connection:
         row = run_row(connection, run)
-        drawn = [CHECKPOINTS.c[name] for name in _DRAWN]
-        checkpoints = rows_of(connection, _in_order(row).with_only_columns(*drawn))
-        attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
+        checkpoints = rows_of(connection, _DRAWN, run_uid=row["uid"])
+        attempts = rows_of(connection, _ATTEMPTS, run_uid=row["uid"])
         edges = _edges_about(connection, row)
         children = _children(connection, row)
         foreign = _ancestors_elsewhere(connection, row, edges, checkpoints)
@@ -206,15 +217,9 @@ def _ancestors_elsewhere(
     ]
 
 
-def _in_order(run: Row) -> Select[Any]:
-    columns = CHECKPOINTS.c
-    return rows_of_run(CHECKPOINTS, run, columns.step, columns.attempt, columns.launch)
-
-
 def _launches(connection: Connection, run: Row) -> defaultdict[int, list[Row]]:
     launches: defaultdict[int, list[Row]] = defaultdict(list)
-    query = rows_of_run(LAUNCHES, run, LAUNCHES.c.attempt, LAUNCHES.c.number)
-    for row in rows_of(connection, query):
+    for row in rows_of(connection, _LAUNCHES, run_uid=run["uid"]):
         launches[row["attempt"]].append(row)
     return launches
 
@@ -261,7 +266,7 @@ def _spans(
     launch_spans = launches_of(marks, records)
     times = ("submitted_at", "started_at", "stop_requested_at", "ended_at")
     fields = (*times, "resumed_step", "last_step")
-    spec = _spec_of(run)
+    spec = spec_of(run["spec"])
     places = _places(connection, run) if spec and spec.resources.fallbacks else {}
     return [
         Span(
@@ -282,15 +287,11 @@ def _places(connection: Connection, run: Row) -> dict[int, int]:
         .where(EVENTS.c.run_uid == run["uid"])
         .where(EVENTS.c.kind == EventKind.ATTEMPT_RESERVED, EVENTS.c.attempt.is_not(None))
     )
-    return {number: facts.get("place") or 0 for number, facts in connection.execute(query)}
-
-
-def _spec_of(run: Row) -> RunSpec | None:
-    """Return the run's spec; None if this version cannot read it."""
-    # A newer version may have recorded keys that this one cannot read, see decision 44.
-    with contextlib.suppress(ValueError):
-        return RunSpec.read(run["spec"])
-    return None
+    return {
+        number: facts.get("place") or 0
+        for number, facts in connection.execute(query)
+        if problem_with_facts(EventKind.ATTEMPT_RESERVED, facts) is None
+    }
 
 
 def _size(spec: RunSpec | None, world_size: int) -> int:

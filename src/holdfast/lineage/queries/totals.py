@@ -16,7 +16,7 @@ from holdfast.lineage.database.tables import METRICS, NODES, RUNS
 from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.queries import reports, views
 from holdfast.lineage.queries.cursors import PAGE_DEFAULT, RowOrder, RowPage, fetch_page
-from holdfast.lineage.queries.find import Row, rows_of, run_row
+from holdfast.lineage.queries.find import RUN_UID, Row, rows_of, run_row
 from holdfast.lineage.queries.pages import (
     RunFilter,
     account_column,
@@ -27,6 +27,12 @@ from holdfast.lineage.queries.pages import (
 # Queries for a run's metrics and its speed, by launch.
 
 POINTS_DEFAULT: Final = 1000
+_NUMBERS: Final = frozenset({int, float, type(None)})
+_BUCKETS: Final = (
+    select(*(METRICS.c[name] for name in ("attempt", "launch", "step", "time", "data")))
+    .where(METRICS.c.run_uid == RUN_UID)
+    .order_by(METRICS.c.attempt, METRICS.c.launch, METRICS.c.bucket)
+)
 
 
 def metric_series(
@@ -44,13 +50,7 @@ def metric_series(
     """
     with database.reading() as connection:
         row = run_row(connection, run)
-        columns = METRICS.c
-        query = (
-            select(METRICS)
-            .where(columns.run_uid == row["uid"])
-            .order_by(columns.attempt, columns.launch, columns.bucket)
-        )
-        found = rows_of(connection, query)
+        found = rows_of(connection, _BUCKETS, run_uid=row["uid"])
     by_launch: dict[tuple[int, int], list[Row]] = {}
     for one in found:
         by_launch.setdefault((one["attempt"], one["launch"]), []).append(one)
@@ -89,17 +89,24 @@ def _spreads(group: Sequence[Row], names: Sequence[str]) -> dict[str, reports.Sp
     """Return the spread of each metric over all buckets of `group`, by name."""
     values: dict[str, reports.Spread] = {}
     for bucket in group:
-        for name, (_, last, low, high) in bucket["data"].items():
-            if not names or name in names:
-                values[name] = _join(values.get(name), last, low, high)
+        for name, spread in bucket["data"].items():
+            if (not names or name in names) and _is_spread(spread):
+                values[name] = _join(values.get(name), *spread[1:])
     return values
+
+
+def _is_spread(value: Any) -> bool:
+    """Return True for the step, last, lowest and highest value of a metric."""
+    return isinstance(value, list) and len(value) == 4 and {*map(type, value)} <= _NUMBERS
 
 
 def _join(
     so_far: reports.Spread | None, last: float | None, low: float | None, high: float | None
 ) -> reports.Spread:
-    lows = [v for v in (so_far["low"] if so_far else None, low) if v is not None]
-    highs = [v for v in (so_far["high"] if so_far else None, high) if v is not None]
+    if so_far is None:
+        return reports.Spread(last=last, low=low, high=high)
+    lows = [v for v in (so_far["low"], low) if v is not None]
+    highs = [v for v in (so_far["high"], high) if v is not None]
     return reports.Spread(last=last, low=min(lows, default=None), high=max(highs, default=None))
 
 
@@ -296,21 +303,14 @@ def goodput_groups(database: Database, where: RunFilter, by: GroupBy) -> list[Go
 
 
 def _totals_of(goodputs: Iterable[Any]) -> GoodputTotals:
-    # One odd row, of another version, must not prevent the total of all others.
-    accounts = [one for one in goodputs if _is_account(one)]
+    accounts = list(goodputs)
     sums = {name: sum(one.get(name) or 0 for one in accounts) for name in _ADDED}
+    # Another version may have recorded a fraction.
+    sums["steps_lost"] = int(sums["steps_lost"])
     total_s, training_s = sums["total_s"], sums["training_s"]
     ettr = training_s / total_s if total_s > 0 else None
     totals = {"runs": len(accounts), "ettr": ettr, "money": _money(accounts), **sums}
     return cast(GoodputTotals, totals)
-
-
-def _is_account(goodput: Any) -> bool:
-    """Return True for the account of a run's time whose values can be added up."""
-    if not isinstance(goodput, dict):
-        return False
-    values = [goodput.get(name) for name in (*_ADDED, *_MONEY)]
-    return all(value is None or type(value) in {int, float} for value in values)
 
 
 def _money(accounts: Iterable[Mapping[str, Any]]) -> list[Money]:

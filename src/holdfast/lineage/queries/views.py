@@ -372,12 +372,17 @@ def _view(kind: type, row: Row, **own: Any) -> dict[str, Any]:
     `own` has the keys that differ from the row or that it lacks.
     """
 
-    def value(name: str) -> Any:
-        if name in own:
-            return own[name]
-        return iso(row[name]) if name.endswith("_at") else row[name]
+    times = _times_of(kind)
+    # Not a function for each value: a page of checkpoints has two thousand.
+    return {
+        name: own[name] if name in own else iso(row[name]) if name in times else row[name]
+        for name in kind.__annotations__
+    }
 
-    return {name: value(name) for name in kind.__annotations__}
+
+@functools.cache
+def _times_of(kind: type) -> frozenset[str]:
+    return frozenset(name for name in kind.__annotations__ if name.endswith("_at"))
 
 
 def run_node(run: Row) -> Node:

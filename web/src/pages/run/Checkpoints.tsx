@@ -33,7 +33,7 @@ const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
         <CheckpointTags tags={one.tags} />
       </>
     ) },
-  { id: "reason", header: "Retention", accessorKey: "reason",
+  { id: "reason", header: "Retention", accessorKey: "reason", meta: { prose: true },
     cell: ({ row: { original: one } }) => (
       <>
         {one.reason}
@@ -44,10 +44,10 @@ const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
     ) },
   { id: "saved_for", header: "Trigger", accessorKey: "saved_for", meta: { roomy: true },
     cell: ({ row: { original: one } }) => plain(one.saved_for ?? "") },
-  { id: "attempt", header: "Attempt", meta: { number: true, wide: true },
+  { id: "attempt", header: "Attempt", meta: { number: true, roomy: true },
     accessorFn: (one) => one.attempt * 1000 + one.launch,
     cell: ({ row: { original: one } }) => `${one.attempt}.${one.launch}` },
-  { id: "world", header: "Ranks", accessorKey: "world_size", meta: { number: true, wide: true } },
+  { id: "world", header: "Ranks", accessorKey: "world_size", meta: { number: true, roomy: true } },
   { id: "bytes", header: "Size", accessorKey: "bytes", meta: { number: true, wide: true },
     cell: ({ row: { original: one } }) => bytes(one.bytes) },
   { id: "blocked", header: "Blocked", accessorKey: "blocked_s",

@@ -143,7 +143,7 @@ export function Attempts({ attempts, run }: { attempts: Attempt[]; run: Run }) {
             <th scope="col" className="wide-only">Reason</th>
             <th scope="col" className="number">Steps</th>
             <th scope="col" className="wide-only">Nodes</th>
-            <th scope="col" className="number wide-only">Signal to commit</th>
+            <th scope="col" className="number roomy-only">Signal to commit</th>
             <th scope="col" className="number wide-only">Started</th>
             <th scope="col" className="number wide-only">Duration</th>
           </tr>
@@ -212,7 +212,7 @@ function AttemptRow({ attempt, run }: { attempt: Attempt; run: Run }) {
           <State state={endOf(attempt, requests)} />
           <div className="second narrow-only">{why}</div>
         </td>
-        <td className="wide-only">{why}</td>
+        <td className="wide-only prose">{why}</td>
         <td className="number">
           {stepsOf(attempt)}
           <div className="second">
@@ -223,7 +223,7 @@ function AttemptRow({ attempt, run }: { attempt: Attempt; run: Run }) {
         <td className="wide-only clip" title={attempt.nodes.join(", ")}>
           {attempt.nodes.join(", ")}
         </td>
-        <td className="number wide-only">{span(attempt.signal_to_commit_s)}</td>
+        <td className="number roomy-only">{span(attempt.signal_to_commit_s)}</td>
         <td className="number wide-only">
           <Time at={attempt.started_at ?? attempt.submitted_at} />
         </td>
