@@ -51,7 +51,7 @@ from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.plain_text import counted
 from holdfast.trainer.flusher.commit import commit_alone
 from holdfast.trainer.format.metadata import METADATA
-from holdfast.trainer.format.metadata_dump import dump_metadata
+from holdfast.trainer.format.opcodes import dump_metadata
 from holdfast.trainer.loading.past_cache import huge_memory
 from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.layout import TensorTemplate, make_template

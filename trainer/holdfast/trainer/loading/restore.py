@@ -25,10 +25,7 @@ from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.leases import reading
 from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.disk.mirrors import Tiers
-from holdfast.contracts.disk.paths import (
-    MANIFEST,
-    checkpoint_id,
-)
+from holdfast.contracts.disk.paths import MANIFEST, checkpoint_id
 from holdfast.contracts.disk.reading import read_again
 from holdfast.contracts.errors import (
     AgreementError,
@@ -41,19 +38,30 @@ from holdfast.contracts.node.reporting import report
 from holdfast.contracts.records.history import load_events
 from holdfast.trainer.data.order import SkipWindow, joined, parse_skips
 from holdfast.trainer.format.metadata import Opened
-from holdfast.trainer.loading.agreement import PortableError, portable, raise_first
 from holdfast.trainer.loading.reader import load_state, open_together
 from holdfast.trainer.loading.resume import Search
 from holdfast.trainer.metrics import Recorder
-from holdfast.trainer.mirror.fetch import Remote, begin_fetch, fetch_files, finish_fetch
-from holdfast.trainer.mirror.open_store import open_store
-from holdfast.trainer.mirror.upload import Retries
-from holdfast.trainer.planning.train_state_file import read_train_state
+from holdfast.trainer.mirror.transfer import (
+    Remote,
+    Retries,
+    begin_fetch,
+    fetch_files,
+    finish_fetch,
+    open_store,
+)
+from holdfast.trainer.planning.layout import read_train_state
 from holdfast.trainer.process.program import program_argv
 from holdfast.trainer.process.standby import changed_variables
-from holdfast.trainer.ranks.collective import TIMEOUT, ControlGroup, attempt
-from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.ranks.collective import (
+    TIMEOUT,
+    ControlGroup,
+    PortableError,
+    attempt,
+    portable,
+    raise_first,
+)
 from holdfast.trainer.ranks.rank_context import RankContext
+from holdfast.trainer.ranks.topology import Identity
 from holdfast.trainer.state.run_state import FRAMEWORK, PROGRAM, Restored
 from holdfast.trainer.state.train_state import TrainState
 
@@ -275,8 +283,8 @@ class Preparation:
     def fetch(self, remote: Remote, directory: Path, url: str) -> int:
         """Copy a checkpoint of the mirror into `directory`. Return the bytes read for node 0.
 
-        With a node-local tier, each node copies it to its own disk. Raises as `mirror.fetch.fetch`,
-        if one rank cannot fetch its share.
+        With a node-local tier, each node copies it to its own disk. Raises as
+        `mirror.transfer.fetch`, if one rank cannot fetch its share.
         """
         began = time.monotonic()
         self._work.divide("begin", remote, directory)

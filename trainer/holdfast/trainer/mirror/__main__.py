@@ -17,10 +17,19 @@ from holdfast.contracts.errors import (
     MirrorError,
     NotFoundError,
 )
-from holdfast.trainer.mirror.fetch import Remote, fetch, list_remote, read_remote
-from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.mirror.store import EntryCheck, MirrorStore
-from holdfast.trainer.mirror.upload import Retries, commit, missing_files, read_upload, send_files
+from holdfast.trainer.mirror.transfer import (
+    Remote,
+    Retries,
+    commit,
+    fetch,
+    list_remote,
+    missing_files,
+    open_store,
+    read_remote,
+    read_upload,
+    send_files,
+)
 
 # List, verify, delete, fetch and push the checkpoints of a run's mirror, from outside a job:
 #

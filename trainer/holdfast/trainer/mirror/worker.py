@@ -26,13 +26,13 @@ from holdfast.contracts.disk.mirrors import MirrorRecord, Tiers, read_record, wr
 from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.errors import HoldfastError, MirrorError
 from holdfast.contracts.plain_text import counted
-from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.mirror.store import PART_BYTES, MirrorStore
-from holdfast.trainer.mirror.upload import (
+from holdfast.trainer.mirror.transfer import (
     Retries,
     Upload,
     commit,
     missing_files,
+    open_store,
     read_upload,
     send_files,
 )

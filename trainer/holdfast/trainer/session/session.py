@@ -55,9 +55,8 @@ from holdfast.trainer.session.settings import Settings
 from holdfast.trainer.session.stop_coordinator import StopCoordinator
 from holdfast.trainer.session.streaming import StreamMethods
 from holdfast.trainer.slots.modes import Staging
+from holdfast.trainer.state import not_restored
 from holdfast.trainer.state.fresh import ResumeFit
-from holdfast.trainer.state.local_buffers import warn_of_local_buffers
-from holdfast.trainer.state.made_with import describe_changes, describe_made
 from holdfast.trainer.state.objects import Stateful
 from holdfast.trainer.state.optimizer_steps import OptimizerSteps
 from holdfast.trainer.state.optimizers import unwrap
@@ -164,11 +163,11 @@ class Session(StreamMethods):
         optimizers, schedulers = listed(optimizer), listed(scheduler)
         with claimed(self, self._abandon):
             self._optimizers = OptimizerSteps(map(unwrap, optimizers))
-            self._made_with = describe_made(map(unwrap, optimizers), schedulers)
+            self._made_with = not_restored.describe_made(map(unwrap, optimizers), schedulers)
             self._join(directory, mesh)
             who: dict[str, Any] = {"fit": fit, "rank": self.rank, "world_size": self.world_size}
             state = TrainState(model, optimizers, schedulers, extra, per_rank=per_rank, **who)
-            warn_of_local_buffers(extra or {}, self.rank, self.world_size)
+            not_restored.warn_of_local_buffers(extra or {}, self.rank, self.world_size)
             saver = _saver_of(state, planner, settings.staging)
             load = partial(load_tensors, self._ranks, state)
             self._start(self._restore(state, saver, load), settings)
@@ -213,7 +212,7 @@ class Session(StreamMethods):
         self._saver.began_at(found.step, found.checkpoint, found.manifest)
         self.resumed_from = found.checkpoint
         restarted = self._metrics.resume(found.best)
-        changed = describe_changes(found.program.get(MADE_WITH, {}), self._made_with)
+        changed = not_restored.describe_changes(found.program.get(MADE_WITH, {}), self._made_with)
         for text in filter(None, (restarted, changed)):
             self._recorder.note(text)
         self._began_in = found.epoch, found.in_epoch
