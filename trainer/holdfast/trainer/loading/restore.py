@@ -41,14 +41,7 @@ from holdfast.trainer.format.metadata import Opened
 from holdfast.trainer.loading.reader import load_state, open_together
 from holdfast.trainer.loading.resume import Search
 from holdfast.trainer.metrics import Recorder
-from holdfast.trainer.mirror.transfer import (
-    Remote,
-    Retries,
-    begin_fetch,
-    fetch_files,
-    finish_fetch,
-    open_store,
-)
+from holdfast.trainer.mirror import transfer
 from holdfast.trainer.planning.layout import read_train_state
 from holdfast.trainer.process.program import program_argv
 from holdfast.trainer.process.standby import changed_variables
@@ -280,7 +273,7 @@ class Preparation:
         """Return a line for each damaged file, as `find_damage` does. Every rank reads a share."""
         return describe_problems(manifest, self._work.divide("verify", directory, manifest))
 
-    def fetch(self, remote: Remote, directory: Path, url: str) -> int:
+    def fetch(self, remote: transfer.Remote, directory: Path, url: str) -> int:
         """Copy a checkpoint of the mirror into `directory`. Return the bytes read for node 0.
 
         With a node-local tier, each node copies it to its own disk. Raises as
@@ -296,28 +289,32 @@ class Preparation:
         share = self._identity.rank, self._identity.world_size
         return find_problems(directory, manifest, progress=meter.add, share=share)
 
-    def _begin_fetch(self, _: Meter, remote: Remote, directory: Path) -> None:
+    def _begin_fetch(self, _: Meter, remote: transfer.Remote, directory: Path) -> None:
         if self._place[0] == 0:
-            begin_fetch(remote, self._directory(remote, directory))
+            transfer.begin_fetch(remote, self._directory(remote, directory))
 
-    def _fetch_share(self, meter: Meter, remote: Remote, directory: Path, url: str) -> int:
+    def _fetch_share(self, meter: Meter, remote: transfer.Remote, directory: Path, url: str) -> int:
         every = remote.manifest.files
         files = share_of(every, [entry.bytes for entry in every], *self._place)
         if not files:
             return 0
-        retries = Retries()
-        store = retries.do(open_store, url)
+        retries = transfer.Retries()
+        store = retries.do(transfer.open_store, url)
         place = self._directory(remote, directory)
-        count = fetch_files(store, remote, files, place, retries=retries, progress=meter.add)
+        count = transfer.fetch_files(
+            store, remote, files, place, retries=retries, progress=meter.add
+        )
         return 0 if self._tiers.local and self._identity.node else count
 
     def _finish_fetch(
-        self, _: Meter, remote: Remote, directory: Path, url: str, seconds: float
+        self, _: Meter, remote: transfer.Remote, directory: Path, url: str, seconds: float
     ) -> None:
         if self._place[0] == 0:
-            finish_fetch(remote, self._directory(remote, directory), url=url, seconds=seconds)
+            transfer.finish_fetch(
+                remote, self._directory(remote, directory), url=url, seconds=seconds
+            )
 
-    def _directory(self, remote: Remote, shared: Path) -> Path:
+    def _directory(self, remote: transfer.Remote, shared: Path) -> Path:
         """Return where this node's ranks write the files: `shared`, or on the node's own disk."""
         folder = self._tiers.node_folder(self._identity.run, self._identity.run_uid)
         return shared if folder is None else folder.checkpoint(remote.name)

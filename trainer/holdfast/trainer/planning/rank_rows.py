@@ -12,18 +12,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.format.columns import (
-    FIRST,
-    KINDS,
-    OWN,
-    PART,
-    WHOLE,
-    Block,
-    BlockPattern,
-    Item,
-    Row,
-    make_block,
-)
+from holdfast.trainer.format import columns
 from holdfast.trainer.format.saved_boxes import find_odd_stride
 from holdfast.trainer.planning import layout
 from holdfast.trainer.planning.compare_keys import is_of_one_rank
@@ -43,8 +32,8 @@ class RankRows:
     `entries` has one tuple for each of the KINDS, in the order of the rows.
     """
 
-    blocks: Mapping[bytes, Block]
-    patterns: Mapping[bytes, BlockPattern]
+    blocks: Mapping[bytes, columns.Block]
+    patterns: Mapping[bytes, columns.BlockPattern]
     tables: Mapping[bytes, bytes]
     entries: tuple[tuple[layout.TensorEntry | layout.NumberEntry, ...], ...]
     signature: Signature
@@ -62,12 +51,12 @@ def describe_rank(state: Mapping[str, Any]) -> RankRows:
         found.append((item, held, _kind_of(item, held, value)))
     blocks, patterns, tables = {}, {}, {}
     entries: list[tuple[layout.TensorEntry | layout.NumberEntry, ...]] = []
-    for kind in KINDS:
+    for kind in columns.KINDS:
         ours = [(item, held) for item, held, its_kind in found if its_kind == kind]
         rows = [held for _, held in ours if held is not None]
         entries.append(tuple(entry for _, entry in rows))
         if ours:
-            made = make_block(kind, [item for item, _ in ours], [row for row, _ in rows])
+            made = columns.make_block(kind, [item for item, _ in ours], [row for row, _ in rows])
             blocks[made.block.digest()] = made.block
             patterns[made.block.pattern] = made.pattern
             tables[made.pattern.table] = made.table
@@ -75,16 +64,18 @@ def describe_rank(state: Mapping[str, Any]) -> RankRows:
 
 
 def _kind_of(
-    item: Item, held: tuple[Row, layout.TensorEntry | layout.NumberEntry] | None, value: Any
+    item: columns.Item,
+    held: tuple[columns.Row, layout.TensorEntry | layout.NumberEntry] | None,
+    value: Any,
 ) -> int:
     # Such keys have one holder, and their values differ by rank.
     if is_of_one_rank(item.key):
-        return OWN
+        return columns.OWN
     # Buffers such as running means may differ between replicas. All of them come from one rank, so
     # that they belong together.
     if isinstance(value, torch.nn.Buffer) and held is not None and held[0].is_whole:
-        return FIRST
-    return WHOLE if held is not None and held[0].is_whole else PART
+        return columns.FIRST
+    return columns.WHOLE if held is not None and held[0].is_whole else columns.PART
 
 
 def check_form(key: str, value: torch.Tensor) -> None:
@@ -130,12 +121,12 @@ class _Reader:
         self._lengths: dict[str, int] = {}
 
     def read(
-        self, item: Item, value: Any
-    ) -> tuple[Row, layout.TensorEntry | layout.NumberEntry] | None:
+        self, item: columns.Item, value: Any
+    ) -> tuple[columns.Row, layout.TensorEntry | layout.NumberEntry] | None:
         """Return the row and the entry of one value, None if this rank has no part of it."""
         if item.dtype is None:
             length = self._number_bytes(value)
-            return Row(item, (), (), length), layout.NumberEntry(item.key, length)
+            return columns.Row(item, (), (), length), layout.NumberEntry(item.key, length)
         check_form(item.key, value)
         # An empty tensor has no separate parts: every rank has all of it, and one rank writes it.
         box = ((0,) * len(item.shape), item.shape)
@@ -147,7 +138,7 @@ class _Reader:
         offsets, sizes = box
         template = self._template(torch.Size(sizes), value.dtype)
         entry = layout.TensorEntry(item.key, torch.Size(sizes), value.dtype, template)
-        return Row(item, offsets, sizes, template.length), entry
+        return columns.Row(item, offsets, sizes, template.length), entry
 
     def _number_bytes(self, value: Any) -> int:
         text = repr(value)
@@ -214,11 +205,11 @@ def _sharded_box(key: str, value: ShardedTensor) -> Box | None:
     return tuple(place.shard_offsets), tuple(place.shard_sizes)
 
 
-def _item(key: str, path: tuple[str | int, ...], value: Any) -> Item:
+def _item(key: str, path: tuple[str | int, ...], value: Any) -> columns.Item:
     if not isinstance(value, torch.Tensor):
-        return Item(key, path, None, ())
+        return columns.Item(key, path, None, ())
     dtype = str(value.dtype).removeprefix("torch.")
-    return Item(key, path, dtype, tuple(value.size()))
+    return columns.Item(key, path, dtype, tuple(value.size()))
 
 
 # Tensors that attributes mark as shards of a larger tensor: torch's `CheckpointableTensor`.
