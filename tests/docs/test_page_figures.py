@@ -19,7 +19,7 @@ from holdfast.contracts.states import Cause
 from holdfast.flows.supervisor import limits, summary
 from holdfast.trainer import importing, metrics
 from holdfast.trainer.export import __main__ as export
-from holdfast.trainer.mirror import upload, worker
+from holdfast.trainer.mirror import transfer, worker
 from holdfast.trainer.numerics import detector
 from holdfast.trainer.trackers import sink
 from holdfast.workers import health
@@ -136,8 +136,9 @@ PAGES: Final[dict[str, tuple[str, ...]]] = {
     "opaque-programs": (f"after {word(policy.BREAKER_ATTEMPTS)} attempts in a row",),
     "object-stores": (
         (
-            f"tried {word(upload.TRIES_MAX)} times, and a checkpoint in {word(worker.ROUNDS_MAX)} "
-            f"rounds {'a minute' if worker.ROUND_PAUSE_S == 60 else '?'} apart"
+            f"tried {word(transfer.TRIES_MAX)} times, and a checkpoint in "
+            f"{word(worker.ROUNDS_MAX)} rounds "
+            f"{'a minute' if worker.ROUND_PAUSE_S == 60 else '?'} apart"
         ),
     ),
     "security": (

@@ -35,7 +35,7 @@ from tests.faults.hostile import (
 
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.trainer.loading.reader import load_state
-from holdfast.trainer.planning.train_state_file import read_train_state
+from holdfast.trainer.planning.layout import read_train_state
 
 CASE_S: Final = 30
 MEMORY_MARGIN_BYTES: Final = 1 << 30

@@ -32,7 +32,7 @@ from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, SaveError
 from holdfast.trainer import Session, dcp, placed
-from holdfast.trainer.dcp.errors import DcpLoadError, DcpSaveError
+from holdfast.trainer.dcp.channel import DcpLoadError, DcpSaveError
 
 FILES = [".metadata", "__0_0.distcp", "manifest.json"]
 

@@ -22,7 +22,7 @@ from holdfast.lineage.ingest.run_ingest import ingest_run
 from holdfast.lineage.queries.pages import list_checkpoints
 from holdfast.trainer import dcp
 from holdfast.trainer.dcp import channel
-from holdfast.trainer.dcp.errors import DcpSaveError
+from holdfast.trainer.dcp.channel import DcpSaveError
 from holdfast.trainer.dcp.record import RECORD
 from holdfast.trainer.session.lifetime import claimed, release
 from holdfast.workers.checkpoints.exports import ExportFormat, export

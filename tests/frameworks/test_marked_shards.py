@@ -12,8 +12,7 @@ from torch import nn
 
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer import Session, dcp
-from holdfast.trainer.format.marked_shards import is_marked_shard
-from holdfast.trainer.planning.rank_rows import describe_rank
+from holdfast.trainer.planning.rank_rows import describe_rank, is_marked_shard
 
 IS_KNOWN_TO_TORCH = hasattr(stock, "CheckpointableTensor")
 

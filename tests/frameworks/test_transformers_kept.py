@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingA
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.data_generators import DataGenerators
 from holdfast.trainer.frameworks.transformers import Trainer
-from holdfast.trainer.frameworks.transformers.kept import as_plain, restored
+from holdfast.trainer.frameworks.transformers.progress import as_plain, restored
 
 # Each sentence twice in batches of four: five steps in an epoch, and the last is short.
 SAMPLES: Final = 9

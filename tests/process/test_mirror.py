@@ -32,10 +32,18 @@ from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 from holdfast.trainer.mirror import __main__ as mirror
 from holdfast.trainer.mirror import store as mirror_store
-from holdfast.trainer.mirror.fetch import fetch, newest_remote, read_remote
-from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.mirror.store import MirrorStore
-from holdfast.trainer.mirror.upload import Retries, commit, missing_files, read_upload, send_files
+from holdfast.trainer.mirror.transfer import (
+    Retries,
+    commit,
+    fetch,
+    missing_files,
+    newest_remote,
+    open_store,
+    read_remote,
+    read_upload,
+    send_files,
+)
 
 QUICK = Retries(pauses_s=[0.05] * 5)
 ONCE = Retries(pauses_s=())

@@ -19,8 +19,8 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.history import load_events
 from holdfast.contracts.states import AttemptState
 from holdfast.trainer.mirror import __main__ as mirror
-from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.mirror.store import PART_BYTES
+from holdfast.trainer.mirror.transfer import open_store
 from holdfast.trainer.slots.slots import SlotState
 from holdfast.workers.checkpoints import deletion, retention
 from holdfast.workers.checkpoints.deletion import location_of

@@ -21,12 +21,17 @@ from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.errors import DamagedCheckpointError, HoldfastError, MirrorError
 from holdfast.trainer.loading.restore import Meter, Preparation, SharedWork
-from holdfast.trainer.mirror.fetch import read_remote
-from holdfast.trainer.mirror.open_store import open_store
-from holdfast.trainer.mirror.upload import Retries, commit, read_upload, send_files
+from holdfast.trainer.mirror.transfer import (
+    Retries,
+    commit,
+    open_store,
+    read_remote,
+    read_upload,
+    send_files,
+)
 from holdfast.trainer.ranks.collective import ControlGroup
-from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.ranks.rank_tree import RankTree
+from holdfast.trainer.ranks.topology import Identity
 
 RANKS = 3
 SIZES = {"a": 3 << 20, "pp0/b": 9 << 20, "empty": 0, "c": 5 << 20}

@@ -25,9 +25,9 @@ from holdfast.trainer import Session
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.loading.reader import open_together
 from holdfast.trainer.loading.restore import load_opened
+from holdfast.trainer.planning.layout import encode_train_state, read_train_state
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.signature import Signature, flatten
-from holdfast.trainer.planning.train_state_file import encode_train_state, read_train_state
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.state.fresh import ResumeFit
 from holdfast.trainer.state.run_state import TrainingProgress

@@ -65,8 +65,13 @@ def fork_server() -> ForkServerContext:
 def push(variables: Mapping[str, str], location: str, directory: Path) -> None:
     """Upload one checkpoint without retries; runs in a child process."""
     from holdfast.trainer.mirror import store as mirror_store
-    from holdfast.trainer.mirror.open_store import open_store
-    from holdfast.trainer.mirror.upload import Retries, commit, read_upload, send_files
+    from holdfast.trainer.mirror.transfer import (
+        Retries,
+        commit,
+        open_store,
+        read_upload,
+        send_files,
+    )
 
     os.environ.update(variables)
     mirror_store.PART_BYTES = PART_BYTES  # type: ignore[misc]

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from holdfast.trainer.format.column_reader import OtherForm, read_columns
 from holdfast.trainer.format.metadata import METADATA, open_checkpoint, parse_metadata
-from holdfast.trainer.format.metadata_dump import encode_storage_meta
-from holdfast.trainer.format.opcodes import COMPARED_AT_ONCE
+from holdfast.trainer.format.opcodes import COMPARED_AT_ONCE, encode_storage_meta
 from holdfast.trainer.format.saved_boxes import BoxTable
 
 RANKS = 7

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from holdfast.trainer.state.local_buffers import warn_of_local_buffers
+from holdfast.trainer.state.not_restored import warn_of_local_buffers
 from holdfast.trainer.state.train_state import TrainState
 
 

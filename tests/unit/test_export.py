@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from holdfast.trainer.export.__main__ import main
-from holdfast.trainer.export.whole import ExportEntry, batches
+from holdfast.trainer.export.forms import ExportEntry, batches
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,14 @@ from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.disk.mirrors import Tiers, problem_with_mirror
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 from holdfast.contracts.spec.checkpoint import Checkpointing
-from holdfast.trainer.mirror.open_store import open_store
 from holdfast.trainer.mirror.store import EntryCheck, part_bytes_for
-from holdfast.trainer.mirror.upload import PAUSE_MAX_S, TRIES_MAX, Retries, default_pauses
+from holdfast.trainer.mirror.transfer import (
+    PAUSE_MAX_S,
+    TRIES_MAX,
+    Retries,
+    default_pauses,
+    open_store,
+)
 from holdfast.workers.agent.launch.flusher_supervisor import build_environment
 
 

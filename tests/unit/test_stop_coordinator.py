@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from holdfast.contracts.disk.journal import EventKind
-from holdfast.contracts.node.agreement import answer_from_status_table
+from holdfast.contracts.node import agreement
 from holdfast.contracts.node.rank_status import Proposal, RankStatusTable
 from holdfast.trainer.ranks.rank_context import RankContext
 from holdfast.trainer.session import stop_coordinator
@@ -41,7 +41,7 @@ def test_a_node_that_answers_late_stops_with_the_other(
         status_table, handle = RankStatusTable.create(1)
         os.close(handle)
         status_tables.append(status_table)
-    answer, held_up = answer_from_status_table, threading.Event()
+    answer, held_up = agreement.answer_from_status_table, threading.Event()
 
     def answer_late(
         status_table: RankStatusTable, question: dict[str, Any]
@@ -51,7 +51,7 @@ def test_a_node_that_answers_late_stops_with_the_other(
             time.sleep(1.0)
         return answer(status_table, question)
 
-    monkeypatch.setattr(stop_coordinator, "answer_from_status_table", answer_late)
+    monkeypatch.setattr(agreement, "answer_from_status_table", answer_late)
     monkeypatch.setattr(stop_coordinator, "LOOK_TIMEOUT_S", 0.2)
     noted: list[EventKind] = []
     both = [

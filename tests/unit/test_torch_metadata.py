@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.trainer.format.metadata import open_checkpoint, parse_metadata
-from holdfast.trainer.format.metadata_dump import dump_metadata
 from holdfast.trainer.format.metadata_makers import BUILDS, KEY_TYPES, PROPERTIES, find_maker
+from holdfast.trainer.format.opcodes import dump_metadata
 from holdfast.trainer.format.plain_pickle import RefusedPickle, read_pickle
 
 FOLDER: Final = Path(__file__).with_name("torch_metadata")

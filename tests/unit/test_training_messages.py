@@ -29,7 +29,7 @@ from holdfast.contracts.errors import (
 from holdfast.contracts.node.rank_status import RankStatusTable
 from holdfast.trainer import Session
 from holdfast.trainer.loading import restore
-from holdfast.trainer.mirror.open_store import open_store
+from holdfast.trainer.mirror.transfer import open_store
 from holdfast.trainer.process import flusher_supervisor
 from holdfast.trainer.process.flusher_supervisor import FlusherSupervisor
 

@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.trainer.data.sampler import ElasticSampler as ElasticSampler
-    from holdfast.trainer.loading.checkpoint import load_checkpoint as load_checkpoint
-    from holdfast.trainer.session.session import Session as Session
-    from holdfast.trainer.sources.pretrained import load_pretrained as load_pretrained
+    from holdfast.trainer.data.sampler import ElasticSampler
+    from holdfast.trainer.loading.checkpoint import load_checkpoint
+    from holdfast.trainer.session.session import Session
+    from holdfast.trainer.sources.pretrained import load_pretrained
 
 # One import name only: under a second one every class would exist twice.
 if __name__ != "holdfast.trainer":

@@ -27,14 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import as_strided
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from holdfast.contracts.disk.digests import (
     FileChecksum,
@@ -51,20 +45,12 @@ from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.plain_text import counted
 from holdfast.trainer.flusher.commit import commit_alone
 from holdfast.trainer.format.metadata import METADATA
-from holdfast.trainer.format.metadata_dump import dump_metadata
+from holdfast.trainer.format.opcodes import dump_metadata
 from holdfast.trainer.loading.past_cache import huge_memory
 from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.layout import TensorTemplate, make_template
+from holdfast.trainer.sources import tensors
 from holdfast.trainer.sources.find import AUTO, FORMS, open_source
-from holdfast.trainer.sources.tensors import (
-    MODEL,
-    ByteSegment,
-    SourceFiles,
-    SourcePart,
-    WeightsSource,
-    in_file_order,
-    select,
-)
 from holdfast.trainer.staging.step_facts import versions
 from holdfast.trainer.state.imported import document_of
 
@@ -87,7 +73,7 @@ FILE_NAME: Final = "__0_{number}.distcp"
 class PartEntry:
     """One part in a file: its zip begins at `start` and has the form of `template`."""
 
-    part: SourcePart
+    part: tensors.SourcePart
     start: int
     template: TensorTemplate
 
@@ -100,7 +86,7 @@ class FileImage:
     entries: tuple[PartEntry, ...]
     length: int
 
-    def pieces(self) -> Iterator[tuple[int, bytes | SourcePart]]:
+    def pieces(self) -> Iterator[tuple[int, bytes | tensors.SourcePart]]:
         """Yield (position, content) in order: headers and footers as bytes, and the tensors."""
         for entry in self.entries:
             data_at, is_open = entry.template.data_at, True
@@ -114,13 +100,13 @@ class FileImage:
                 yield entry.start + entry.template.length, entry.part
 
 
-def plan_images(parts: Sequence[SourcePart]) -> list[FileImage]:
+def plan_images(parts: Sequence[tensors.SourcePart]) -> list[FileImage]:
     """Return the files for these parts. A part is never split."""
     total = sum(part.bytes for part in parts)
     wanted = min(FILE_BYTES_MAX, max(FILE_BYTES_MIN, total // FILES_WANTED))
-    groups: list[list[SourcePart]] = [[]]
+    groups: list[list[tensors.SourcePart]] = [[]]
     size = 0
-    for part in in_file_order(parts):
+    for part in tensors.in_file_order(parts):
         if groups[-1] and size + part.bytes > wanted:
             groups.append([])
             size = 0
@@ -131,23 +117,23 @@ def plan_images(parts: Sequence[SourcePart]) -> list[FileImage]:
 
 def encode_metadata(images: Sequence[FileImage]) -> bytes:
     """Return `.metadata`, DCP's pickle, for the parts under the keys `model.<name>`."""
-    chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
-    first: dict[str, SourcePart] = {}
+    chunks: dict[str, list[dcp.ChunkStorageMetadata]] = defaultdict(list)
+    first: dict[str, tensors.SourcePart] = {}
     storage = {}
     for image in images:
         for entry in image.entries:
-            part, key = entry.part, f"{MODEL}{entry.part.name}"
+            part, key = entry.part, f"{tensors.MODEL}{entry.part.name}"
             first.setdefault(key, part)
-            index = MetadataIndex(key, part.offsets, len(chunks[key]))
+            index = dcp.MetadataIndex(key, part.offsets, len(chunks[key]))
             chunks[key].append(
-                ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
+                dcp.ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
             )
             storage[index] = _StorageInfo(image.name, entry.start, entry.template.length)
     return dump_metadata(
-        Metadata(
+        dcp.Metadata(
             state_dict_metadata={
-                key: TensorStorageMetadata(
-                    properties=TensorProperties(dtype=first[key].dtype),
+                key: dcp.TensorStorageMetadata(
+                    properties=dcp.TensorProperties(dtype=first[key].dtype),
                     size=torch.Size(first[key].shape),
                     chunks=found,
                 )
@@ -160,7 +146,7 @@ def encode_metadata(images: Sequence[FileImage]) -> bytes:
     )
 
 
-def _image(name: str, parts: Sequence[SourcePart]) -> FileImage:
+def _image(name: str, parts: Sequence[tensors.SourcePart]) -> FileImage:
     templates: dict[tuple[tuple[int, ...], torch.dtype], TensorTemplate] = {}
     for part in parts:
         form = part.sizes, part.dtype
@@ -183,7 +169,7 @@ Digests = dict[tuple[str, tuple[int, ...]], str]
 
 
 def write_images(
-    images: list[FileImage], source: WeightsSource, directory: Path
+    images: list[FileImage], source: tensors.WeightsSource, directory: Path
 ) -> tuple[list[FileEntry], Digests]:
     """Write all files into `directory`, durably. Return their entries and the parts' digests.
 
@@ -197,9 +183,9 @@ def write_images(
     return entries, {key: digest for _, digests in written for key, digest in digests.items()}
 
 
-def check_unchanged(source: WeightsSource) -> None:
+def check_unchanged(source: tensors.WeightsSource) -> None:
     """Raise `CheckpointError` if a file of the source has changed since it was opened."""
-    files = SourceFiles(source.base, is_snapshot=source.is_snapshot)
+    files = tensors.SourceFiles(source.base, is_snapshot=source.is_snapshot)
     for path, state in source.files.items():
         os.close(files.open(path))
         if files.states[path] != state:
@@ -209,7 +195,9 @@ def check_unchanged(source: WeightsSource) -> None:
             )
 
 
-def _write(image: FileImage, source: WeightsSource, directory: Path) -> tuple[FileEntry, Digests]:
+def _write(
+    image: FileImage, source: tensors.WeightsSource, directory: Path
+) -> tuple[FileEntry, Digests]:
     """Write one file and return its entry, and the digests of its tensors."""
     place = directory / image.name
     handle = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, source.rights)
@@ -295,7 +283,7 @@ class Fill(Protocol):
 class _Run:
     """Consecutive bytes of a file."""
 
-    def __init__(self, handle: int, segment: ByteSegment, place: Path) -> None:
+    def __init__(self, handle: int, segment: tensors.ByteSegment, place: Path) -> None:
         self.bytes = segment.bytes
         self._handle, self._segment, self._place = handle, segment, place
 
@@ -317,7 +305,7 @@ class _Gather:
     The file is mapped, so only the pages that are used are in memory.
     """
 
-    def __init__(self, handle: int, part: SourcePart) -> None:
+    def __init__(self, handle: int, part: tensors.SourcePart) -> None:
         (segment,) = part.segments
         item = part.dtype.itemsize
         self.bytes, self._item = part.bytes, item
@@ -348,8 +336,8 @@ def _elements(view: npt.NDArray[np.uint8], first: int, last: int) -> memoryview:
 class _Reader:
     """The open files of a source."""
 
-    def __init__(self, source: WeightsSource) -> None:
-        self._files = SourceFiles(source.base, is_snapshot=source.is_snapshot)
+    def __init__(self, source: tensors.WeightsSource) -> None:
+        self._files = tensors.SourceFiles(source.base, is_snapshot=source.is_snapshot)
         self._handles: dict[str, int] = {}
 
     def __enter__(self) -> _Reader:
@@ -359,7 +347,7 @@ class _Reader:
         for handle in self._handles.values():
             os.close(handle)
 
-    def fills(self, part: SourcePart) -> Iterator[Fill]:
+    def fills(self, part: tensors.SourcePart) -> Iterator[Fill]:
         if part.strides is not None:
             yield _Gather(self._handle(part.segments[0].path), part)
             return
@@ -375,7 +363,7 @@ class _Reader:
 REASON: Final = "import"
 
 
-def import_into(run: RunPaths, uid: str, source: WeightsSource) -> dict[str, Any]:
+def import_into(run: RunPaths, uid: str, source: tensors.WeightsSource) -> dict[str, Any]:
     """Commit the weights of `source` as the checkpoint `IMPORTED` of a run; return the facts.
 
     The checkpoint must not exist yet. Raises `CheckpointError` and `OSError` as the parts do. No
@@ -410,7 +398,7 @@ def import_into(run: RunPaths, uid: str, source: WeightsSource) -> dict[str, Any
     return {**origin, "checkpoint": manifest.name, "left_out": list(source.left_out)}
 
 
-def digest_of_tensors(source: WeightsSource, digests: Digests) -> str:
+def digest_of_tensors(source: tensors.WeightsSource, digests: Digests) -> str:
     """Return the SHA-256 of all names, types, shapes and bytes, whatever files they come from."""
     return document_digest(
         sorted(
@@ -438,7 +426,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         source = open_source(given.source, given.form)
-        parts = select(
+        parts = tensors.select(
             source.parts, rename=dict(given.rename), exclude=given.exclude, where=source.place
         )
         facts = import_into(RunPaths(given.run), given.uid, replace(source, parts=tuple(parts)))

@@ -12,9 +12,8 @@ from typing import Any, Final
 
 import torch.distributed.checkpoint as stock
 
-from holdfast.trainer.dcp.loading import load as load
-from holdfast.trainer.dcp.saving import async_save as async_save
-from holdfast.trainer.dcp.saving import save as save
+from holdfast.trainer.dcp.loading import load
+from holdfast.trainer.dcp.saving import async_save, save
 
 # Names that stock DCP has only in its submodules.
 _ELSEWHERE: Final = {

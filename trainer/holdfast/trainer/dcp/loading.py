@@ -28,11 +28,10 @@ from torch.distributed.checkpoint.utils import _api_bc_check
 from holdfast.contracts.disk.filesystems import is_there
 from holdfast.contracts.disk.paths import MANIFEST, METADATA
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.trainer.dcp.channel import choose_group
+from holdfast.trainer.dcp.channel import DcpLoadError, choose_group, describe, portable
 from holdfast.trainer.dcp.delegation import directory_of_load, extensions_of, target_of, warn
-from holdfast.trainer.dcp.errors import DcpLoadError, describe, portable
 from holdfast.trainer.dcp.record import RECORD
-from holdfast.trainer.dcp.state import SaveForm, State, form_of, loadable
+from holdfast.trainer.dcp.state import SaveForm, State, call_stateful, form_of, loadable
 from holdfast.trainer.format.metadata import Opened, open_checkpoint
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.loading.stock import HoldfastReader, check_share, needs_stock
@@ -80,7 +79,7 @@ def load(
         directory = target if directory == given else target_of(directory)
         opened = _open(directory, tree)
         live = {key: state_dict[key] for key in sorted(state_dict)}
-        state = {key: _state_of(value) for key, value in live.items()}
+        state = call_stateful(live)
         if not _load_fitting(opened, state, planner, tree):
             reader = HoldfastReader(directory, opened.metadata, extensions_of(storage_reader))
             _load_by_planner(opened, state, reader, planner, group, tree)
@@ -90,10 +89,6 @@ def load(
         else:
             state_dict[key] = state[key]
     RECORD.loaded(directory, opened.manifest, is_root=tree.index == 0)
-
-
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if isinstance(value, Stateful) else value
 
 
 def _open(directory: Path, tree: RankTree) -> Opened:

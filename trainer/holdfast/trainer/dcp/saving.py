@@ -30,10 +30,16 @@ from torch.distributed.checkpoint.utils import _api_bc_check
 from holdfast.contracts.disk.paths import MANIFEST, METADATA, CheckpointName
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import SaveError, SpecError
-from holdfast.trainer.dcp.channel import Channel, channel_of, choose_group
+from holdfast.trainer.dcp.channel import (
+    Channel,
+    CommitFuture,
+    DcpSaveError,
+    channel_of,
+    choose_group,
+    describe,
+    portable,
+)
 from holdfast.trainer.dcp.delegation import directory_of_save, target_of, warn, why_not_staged
-from holdfast.trainer.dcp.errors import DcpSaveError, describe, portable
-from holdfast.trainer.dcp.pending import CommitFuture
 from holdfast.trainer.dcp.record import REASON, RECORD
 from holdfast.trainer.dcp.state import (
     SaveForm,

@@ -12,10 +12,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.trainer.format.marked_shards import is_marked_shard
 from holdfast.trainer.format.plain_load import repack
 from holdfast.trainer.planning.layout import encode
-from holdfast.trainer.planning.rank_rows import problem_with_form
+from holdfast.trainer.planning.rank_rows import is_marked_shard, problem_with_form
 from holdfast.trainer.planning.signature import Encoded, is_plain
 
 State = dict[str, Any]

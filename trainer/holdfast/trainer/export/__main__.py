@@ -22,8 +22,7 @@ from holdfast.contracts.disk.leases import reading
 from holdfast.contracts.disk.paths import CheckpointName, plain_checkpoint
 from holdfast.contracts.errors import CheckpointError, NotFoundError
 from holdfast.contracts.plain_text import counted
-from holdfast.trainer.export.forms import FORMS, appearing, bytes_in
-from holdfast.trainer.export.whole import open_source
+from holdfast.trainer.export.forms import FORMS, appearing, bytes_in, open_source
 from holdfast.trainer.loading.checkpoint import check_committed
 
 # The formats that contain only weights by default.

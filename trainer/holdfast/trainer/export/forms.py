@@ -1,8 +1,12 @@
-"""The four export formats. Each is written to a temporary place and then moved to its output."""
+"""The four export formats. Each is written to a temporary place and then moved to its output.
+
+One process reads whole tensors of a checkpoint, and verifies them, in batches.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -10,9 +14,9 @@ import stat
 import tempfile
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import and_
 from pathlib import Path
@@ -20,33 +24,194 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import OBJ_PATH, set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.durable import fsync_directory, make_directory
-from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
-from holdfast.trainer.export.whole import (
-    ExportEntry,
-    ExportSource,
-    batches,
-    require_tensors,
-    weights_of,
-)
-from holdfast.trainer.format.metadata import METADATA, paths_of
-from holdfast.trainer.planning.compare_keys import is_of_one_rank
+from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, KeyMismatchError
+from holdfast.trainer.format.metadata import METADATA, Opened, open_checkpoint, paths_of
+from holdfast.trainer.loading.reader import load_state
+from holdfast.trainer.planning.compare_keys import Selection, is_of_one_rank, shorten
+from holdfast.trainer.planning.layout import read_train_state
+from holdfast.trainer.process import devices
+from holdfast.trainer.sources.dcp import split_name, weights_at
 from holdfast.trainer.sources.tensors import rights_of
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.objects import MODULE, PER_RANK, STREAM
+
+
+@dataclass(frozen=True)
+class ExportEntry:
+    """One entry to write: its saved key, its name in the export, its size.
+
+    `bytes` is the size in the wanted type, or 0 for a number, whose `dtype` is None. `path` is its
+    position in nested dictionaries.
+    """
+
+    key: str
+    name: str
+    path: OBJ_PATH
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    bytes: int
+
+    @property
+    def is_tensor(self) -> bool:
+        """True for a tensor, False for a number such as a learning rate."""
+        return self.dtype is not None
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """A checkpoint and the entries to write.
+
+    `documents` are those of objects, by name. `prefix` begins the names of parameters.
+    """
+
+    opened: Opened
+    entries: tuple[ExportEntry, ...]
+    documents: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+
+    @property
+    def directory(self) -> Path:
+        return self.opened.directory
+
+    def read(self, entries: Sequence[ExportEntry]) -> dict[str, Any]:
+        """Return whole tensors or numbers by name. Every byte is checked against the manifest.
+
+        Raises `DamagedCheckpointError` if bytes differ.
+        """
+        flat: dict[str, Any] = {
+            one.key: torch.empty(one.shape, dtype=one.dtype, device=devices.CPU)
+            if one.is_tensor
+            else 0
+            for one in entries
+        }
+        if flat:
+            load_state(self.opened, flat, group=None, strict=False, include=tuple(flat))
+        return {one.name: flat[one.key] for one in entries}
+
+
+def open_source(
+    directory: Path,
+    *,
+    include: Collection[str],
+    rename: Mapping[str, str],
+    dtype: torch.dtype | None,
+    weights_only: bool = False,
+) -> ExportSource:
+    """Open the Holdfast or stock DCP checkpoint in `directory` for an export.
+
+    `include` has keys or key prefixes. Without any, everything is taken, or with `weights_only` the
+    model's part. `rename` is that of `Selection`. If given, `dtype` is the type of all
+    floating-point tensors in the export. Per-rank entries, such as the state of random number
+    generators, are left out.
+
+    Raises `DamagedCheckpointError` if the checkpoint is damaged, `KeyMismatchError` for a rename
+    that fits no key, and `CheckpointError` if nothing is left to write.
+    """
+    opened = open_checkpoint(directory)
+    at = ".".join(map(str, weights_at(opened)))
+    if weights_only and not include and at:
+        include = (at,)
+    saved = {
+        key: value
+        for key, value in opened.metadata.state_dict_metadata.items()
+        if not is_of_one_rank(key)
+    }
+    taken = [key for key in saved if _is_below(key, include)]
+    kept = read_train_state(opened.directory, opened.manifest).get("objects", {})
+    documents = {name: document for name, document in kept.items() if _is_below(name, include)}
+    if not taken and not documents:
+        raise CheckpointError(
+            f"{directory}: no key matches {', '.join(include) or 'the selection'}; it has "
+            f"{shorten(list(saved)) or 'none'}"
+        )
+    names = Selection(rename=rename).rename_all(taken)
+    paths = paths_of(opened.metadata)
+    entries = []
+    for key in taken:
+        wanted: torch.dtype | None = None
+        shape: tuple[int, ...] = ()
+        if isinstance(value := saved[key], dcp.TensorStorageMetadata):
+            wanted, shape = _type_of(value, dtype), tuple(value.size)
+        path = paths.get(key) if names[key] == key else None
+        entries.append(
+            ExportEntry(
+                key=key,
+                name=names[key],
+                path=path or split_name(names[key]),
+                dtype=wanted,
+                shape=shape,
+                bytes=math.prod(shape) * wanted.itemsize if wanted is not None else 0,
+            )
+        )
+    return ExportSource(opened, tuple(entries), documents, f"{at}." if at else "")
+
+
+def batches(entries: Sequence[ExportEntry], bytes_max: int) -> Iterator[list[ExportEntry]]:
+    """Yield entries in order, in batches of at most `bytes_max` but at least one entry."""
+    batch: list[ExportEntry] = []
+    for entry in entries:
+        if batch and sum(one.bytes for one in batch) + entry.bytes > bytes_max:
+            yield batch
+            batch = []
+        batch.append(entry)
+    if batch:
+        yield batch
+
+
+def weights_of(source: ExportSource) -> list[ExportEntry]:
+    """Return the tensors to write. Raises `KeyMismatchError` if the selection has numbers.
+
+    The prefix of a parameter's name, such as `model.`, is removed.
+    """
+    require_tensors(source)
+    numbers = [entry.key for entry in source.entries if not entry.is_tensor]
+    if numbers:
+        raise KeyMismatchError(
+            f"{source.directory}: a file of tensors cannot hold numbers, and {shorten(numbers)} "
+            "are numbers; leave them out with --include, or use --to torch",
+            extra=numbers,
+        )
+    named = [replace(one, name=one.name.removeprefix(source.prefix)) for one in source.entries]
+    owners: dict[str, str] = {}
+    for one in named:
+        if owners.setdefault(one.name, one.key) != one.key:
+            raise KeyMismatchError(
+                f"{source.directory}: {owners[one.name]} and {one.key} would both be {one.name}; "
+                "give one of them another name with --rename, or choose with --include",
+                extra=[one.key],
+            )
+    return named
+
+
+def require_tensors(source: ExportSource) -> None:
+    """Raise `CheckpointError` if only plain values of objects would be written."""
+    if not source.entries:
+        raise CheckpointError(
+            f"{source.directory}: {', '.join(source.documents)} has no tensors, and this format "
+            "contains nothing else; use --to torch"
+        )
+
+
+def _is_below(key: str, prefixes: Collection[str]) -> bool:
+    """Return True if no prefixes are given, or if `key` is one of them or lies below one.
+
+    The optimizer's state of a parameter is not below the parameter, unlike in a `Selection`.
+    """
+    return not prefixes or any(key == one or key.startswith(f"{one}.") for one in prefixes)
+
+
+def _type_of(entry: dcp.TensorStorageMetadata, wanted: torch.dtype | None) -> torch.dtype:
+    saved = entry.properties.dtype
+    return wanted if wanted is not None and saved.is_floating_point else saved
+
 
 # The state of a checkpoint in the form that `load_state_dict` takes in other programs.
 
@@ -314,15 +479,15 @@ def _nested(source: ExportSource, more: Mapping[OBJ_PATH, Any]) -> dict[str, Any
     return state
 
 
-def _add_values(metadata: Metadata, values: Mapping[OBJ_PATH, Any], place: Path) -> None:
+def _add_values(metadata: dcp.Metadata, values: Mapping[OBJ_PATH, Any], place: Path) -> None:
     """Add values that are no tensors to a copied DCP folder, in a separate file."""
     entries, stored, paths = {}, {}, {}
     with open(place / VALUES, "wb") as stream:
         for path, value in values.items():
             key, start = ".".join(map(str, path)), stream.tell()
             torch.save(value, stream)
-            stored[MetadataIndex(key)] = _StorageInfo(VALUES, start, stream.tell() - start)
-            entries[key], paths[key] = BytesStorageMetadata(), path
+            stored[dcp.MetadataIndex(key)] = _StorageInfo(VALUES, start, stream.tell() - start)
+            entries[key], paths[key] = dcp.BytesStorageMetadata(), path
     more = replace(
         metadata,
         state_dict_metadata={**metadata.state_dict_metadata, **entries},
@@ -363,8 +528,8 @@ def _is_whole(source: ExportSource) -> bool:
     return is_all and same and folders <= {False}
 
 
-def _type_saved(entry: STORAGE_TYPES) -> torch.dtype | None:
-    return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
+def _type_saved(entry: dcp.STORAGE_TYPES) -> torch.dtype | None:
+    return entry.properties.dtype if isinstance(entry, dcp.TensorStorageMetadata) else None
 
 
 def _copy_files(source: ExportSource, place: Path) -> None:

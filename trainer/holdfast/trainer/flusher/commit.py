@@ -41,15 +41,6 @@ NODES_NAMED_MAX: Final = 16
 _PART = re.compile(r"node-(\d{4,})\.json")
 
 
-def no_report() -> None:
-    """Report to nobody: the default of `PeerState.report`."""
-
-
-def no_lost_nodes() -> frozenset[int]:
-    """Return an empty set: the default of `PeerState.lost`."""
-    return frozenset()
-
-
 @dataclass(frozen=True)
 class PeerState:
     """What this node knows of the other nodes while a step waits for them.
@@ -60,8 +51,8 @@ class PeerState:
     """
 
     abandoned: Callable[[], str | None]
-    lost: Callable[[], Collection[int]] = no_lost_nodes
-    report: Callable[[], object] = no_report
+    lost: Callable[[], Collection[int]] = frozenset
+    report: Callable[[], object] = lambda: None
     hints: Hints = field(default_factory=Hints)
     writers: Mapping[int, int] = field(default_factory=dict)
 

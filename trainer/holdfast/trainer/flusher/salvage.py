@@ -87,18 +87,13 @@ class Agreed:
     writers: Mapping[int, int] = field(default_factory=dict)
 
 
-def no_copies(owner: int) -> Collection[int]:
-    """Return no steps: a node that holds no copies for other nodes."""
-    return ()
-
-
 def agree(
     table: SlotTable,
     steps: Sequence[int],
     *,
     abandoned: Callable[[], str | None],
     lost: Callable[[], Collection[int]] = frozenset,
-    held_for: Callable[[int], Collection[int]] = no_copies,
+    held_for: Callable[[int], Collection[int]] = lambda _: (),
 ) -> Agreed:
     """Return the step that all nodes commit.
 

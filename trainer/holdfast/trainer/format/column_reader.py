@@ -15,44 +15,11 @@ from typing import Final
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from holdfast.trainer.format import metadata_dump
+from holdfast.trainer.format import opcodes as op
 from holdfast.trainer.format.columns import Int32s, Int64s, end_to_end
-from holdfast.trainer.format.metadata_records import (
-    ATTRIBUTES,
-    CLASSES,
-    NUMBER,
-    add_chunk,
-    add_place,
-    number_entry,
-    tensor_entry,
-)
-from holdfast.trainer.format.opcodes import (
-    BUILD,
-    EMPTY_DICT,
-    INT,
-    LONG,
-    MARK,
-    MEMOIZE,
-    NONE,
-    POP,
-    PROTO,
-    SETITEM,
-    SETITEMS,
-    STOP,
-    TUPLE,
-    FittedTemplate,
-    Memo,
-    RecordTemplate,
-    text,
-)
 from holdfast.trainer.format.plain_pickle import TEXT_BYTES_MAX
 from holdfast.trainer.format.saved_boxes import BoxTable, SavedBoxes
 
@@ -66,7 +33,7 @@ class OtherForm(ValueError):
     """The pickle is not of the form that Holdfast writes. It may still be a valid one."""
 
 
-def read_columns(chunks: Iterator[bytes]) -> tuple[Metadata, BoxTable]:
+def read_columns(chunks: Iterator[bytes]) -> tuple[dcp.Metadata, BoxTable]:
     """Return the keys of a `.metadata`, without chunks and places, and its boxes.
 
     Raises `OtherForm` if Holdfast did not write it, or if a value in it is impossible.
@@ -78,17 +45,17 @@ class _Reader:
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._data, self._at, self._is_last = b"", 0, False
-        self._memo = Memo(CLASSES, ATTRIBUTES)
+        self._memo = op.Memo(op.CLASSES, op.ATTRIBUTES)
         self._names: list[str] = []
-        self._base = len(CLASSES) + len(ATTRIBUTES)
-        self._metadata = Metadata({}, planner_data={}, storage_data={})
+        self._base = len(op.CLASSES) + len(op.ATTRIBUTES)
+        self._metadata = dcp.Metadata({}, planner_data={}, storage_data={})
         # Compiled from the opcodes that Holdfast writes, so reader and writer cannot differ.
-        before, between, after = map(re.escape, tensor_entry(self._memo))
+        before, between, after = map(re.escape, op.tensor_entry(self._memo))
         key, dtype, shape = b"j(.{4})", rb"([a-z0-9_]{1,40})", b"((?:\x8a\x08.{8}){0,64})"
         pattern = key + before + dtype + between + shape + after
         self._tensor = re.compile(pattern, re.DOTALL)
-        self._number = re.compile(key + re.escape(number_entry(self._memo)), re.DOTALL)
-        self._templates: dict[tuple[bool, int], RecordTemplate] = {}
+        self._number = re.compile(key + re.escape(op.number_entry(self._memo)), re.DOTALL)
+        self._templates: dict[tuple[bool, int], op.RecordTemplate] = {}
         # By number of dimensions: the offsets and sizes of all boxes, in order of keys.
         self._offsets: dict[int, list[Int64s]] = {}
         self._sizes: dict[int, list[Int64s]] = {}
@@ -96,24 +63,24 @@ class _Reader:
         self._dims: list[int] = []
         self._counts: list[int] = []
 
-    def read(self) -> tuple[Metadata, BoxTable]:
-        self._expect(PROTO + b"".join(self._memo.pieces))
+    def read(self) -> tuple[dcp.Metadata, BoxTable]:
+        self._expect(op.PROTO + b"".join(self._memo.pieces))
         while self._peek(1) == _TEXT:
             self._names.append(self._text())
-            self._expect(MEMOIZE + POP)
-        head = [*self._memo.new("Metadata"), MARK, text("state_dict_metadata"), EMPTY_DICT]
+            self._expect(op.MEMOIZE + op.POP)
+        head = [*self._memo.new("Metadata"), op.MARK, op.text("state_dict_metadata"), op.EMPTY_DICT]
         self._expect(b"".join(head))
         while self._peek(1) == _FETCH:
             self._entry()
-        self._expect(text("planner_data") + EMPTY_DICT)
+        self._expect(op.text("planner_data") + op.EMPTY_DICT)
         while self._peek(1) == _FETCH:
             self._path()
-        self._expect(text("storage_data") + EMPTY_DICT)
+        self._expect(op.text("storage_data") + op.EMPTY_DICT)
         table = self._places()
-        end = [text("storage_meta"), NONE, text("version"), text(CURRENT_DCP_VERSION)]
-        self._expect(b"".join([*end, SETITEMS, BUILD]))
-        if self._peek(1) == STOP:
-            self._expect(STOP)
+        end = [op.text("storage_meta"), op.NONE, op.text("version"), op.text(CURRENT_DCP_VERSION)]
+        self._expect(b"".join([*end, op.SETITEMS, op.BUILD]))
+        if self._peek(1) == op.STOP:
+            self._expect(op.STOP)
         else:
             self._storage_meta()
         if self._peek(1):
@@ -165,11 +132,11 @@ class _Reader:
         return self._names[number - self._base]
 
     def _storage_meta(self) -> None:
-        self._expect(metadata_dump.BEFORE)
+        self._expect(op.BEFORE)
         self._text()
-        self._expect(metadata_dump.BETWEEN)
+        self._expect(op.BETWEEN)
         self._text()
-        self._expect(metadata_dump.AFTER)
+        self._expect(op.AFTER)
 
     # --- keys -----------------------------------------------------------------------------
 
@@ -177,25 +144,29 @@ class _Reader:
         self._fill()
         if found := self._number.match(self._data, self._at):
             self._at = found.end()
-            self._add(found[1], BytesStorageMetadata(), NUMBER, 1)
+            self._add(found[1], dcp.BytesStorageMetadata(), op.NUMBER, 1)
             return
         found = self._tensor.match(self._data, self._at)
         if not found:
             raise OtherForm("another kind of entry")
         self._at = found.end()
-        octets = np.frombuffer(found[3], np.uint8).reshape(-1, len(LONG) + 8)[:, len(LONG) :]
+        octets = np.frombuffer(found[3], np.uint8).reshape(-1, len(op.LONG) + 8)[:, len(op.LONG) :]
         shape = np.ascontiguousarray(octets).view("<i8").ravel()
         dtype = vars(torch).get(found[2].decode())
         if not isinstance(dtype, torch.dtype) or np.any(shape < 0):
             raise OtherForm("a tensor of another kind")
         count = self._chunks_of(shape)
-        self._expect(SETITEMS + BUILD + SETITEM)
-        properties = TensorProperties(dtype=dtype)
-        entry = TensorStorageMetadata(properties, torch.Size(shape.tolist()), [])
+        self._expect(op.SETITEMS + op.BUILD + op.SETITEM)
+        properties = dcp.TensorProperties(dtype=dtype)
+        entry = dcp.TensorStorageMetadata(properties, torch.Size(shape.tolist()), [])
         self._add(found[1], entry, len(shape), count)
 
     def _add(
-        self, number: bytes, entry: BytesStorageMetadata | TensorStorageMetadata, dims: int, n: int
+        self,
+        number: bytes,
+        entry: dcp.BytesStorageMetadata | dcp.TensorStorageMetadata,
+        dims: int,
+        n: int,
     ) -> None:
         key = self._name(int.from_bytes(number, "little"))
         if key in self._metadata.state_dict_metadata:
@@ -228,14 +199,14 @@ class _Reader:
     def _path(self) -> None:
         self._expect(_FETCH)
         key, parts = self._name(int.from_bytes(self._take(4), "little")), list[str | int]()
-        self._expect(MARK)
-        while (code := self._peek(1)) != TUPLE:
-            if code == INT:
+        self._expect(op.MARK)
+        while (code := self._peek(1)) != op.TUPLE:
+            if code == op.INT:
                 self._at += 1
                 parts.append(int.from_bytes(self._take(4), "little", signed=True))
             else:
                 parts.append(self._text())
-        self._expect(TUPLE + SETITEM)
+        self._expect(op.TUPLE + op.SETITEM)
         self._metadata.planner_data[key] = tuple(parts)
 
     # --- boxes ----------------------------------------------------------------------------
@@ -246,7 +217,7 @@ class _Reader:
         A tensor without dimensions has one chunk of no numbers.
         """
         known = self._templates.get((is_chunk, dims))
-        template: RecordTemplate = known or self._fitted(dims, is_chunk=is_chunk)
+        template: op.RecordTemplate = known or self._fitted(dims, is_chunk=is_chunk)
         columns, count = template.read(self._data, self._at)
         if known and not count:
             # Its numbers may be wider than those of the boxes before.
@@ -258,13 +229,13 @@ class _Reader:
         self._at += count * template.record_bytes
         return columns if columns else [np.zeros(count, np.int64)]
 
-    def _fitted(self, dims: int, *, is_chunk: bool) -> RecordTemplate:
+    def _fitted(self, dims: int, *, is_chunk: bool) -> op.RecordTemplate:
         """Return the form of a box, with the widths of the numbers that come next."""
-        template, largest = FittedTemplate(self._data, self._at), [0] * max(dims, 0)
+        template, largest = op.FittedTemplate(self._data, self._at), [0] * max(dims, 0)
         if is_chunk:
-            add_chunk(template, self._memo, largest)
+            op.add_chunk(template, self._memo, largest)
         else:
-            add_place(template, self._memo, None if dims == NUMBER else largest, 0, 0, 0)
+            op.add_place(template, self._memo, None if dims == op.NUMBER else largest, 0, 0, 0)
         return template
 
     def _places(self) -> BoxTable:
@@ -284,7 +255,7 @@ class _Reader:
         while self._peek(1) == _FETCH:
             kind, columns = self._next_places(kinds)
             item = self._look_up(columns[0], item_of)
-            nth = np.zeros(len(item), np.int64) if kind == NUMBER else columns[1]
+            nth = np.zeros(len(item), np.int64) if kind == op.NUMBER else columns[1]
             where, begin, size = columns[-3:]
             is_sound = (
                 (dims[item] == kind) & (nth >= 0) & (nth < counts[item])
@@ -342,7 +313,7 @@ class _Reader:
             rows = slice(int(first[number]), int(first[number]) + count)
             boxes = (sizes_of.get(kind) for sizes_of in (offsets, sizes))
             box = [none if one is None else one[own] for one in boxes]
-            if kind != NUMBER and not count:
+            if kind != op.NUMBER and not count:
                 box = [np.zeros((0, kind), np.int64)] * 2
             file, offset, length = places
             by_key[key] = SavedBoxes(box[0], box[1], file[rows], offset[rows], length[rows])

@@ -11,15 +11,8 @@ from math import prod
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 _PRIME: Final = (1 << 61) - 1
 
@@ -27,7 +20,7 @@ Boxes = Sequence[tuple[Sequence[int], Sequence[int]]]
 """The offsets and sizes of each box, one number per dimension."""
 
 
-def find_problem(metadata: Metadata) -> str | None:
+def find_problem(metadata: dcp.Metadata) -> str | None:
     """Describe the first impossible value in `metadata`, or return None."""
     return next(_problems(metadata), None)
 
@@ -63,7 +56,7 @@ def tile(boxes: Boxes, whole: tuple[Sequence[int], Sequence[int]]) -> bool:
     return sum(integral(*box) for box in filled) % _PRIME == integral(*whole)
 
 
-def _problems(metadata: Metadata) -> Iterator[str]:
+def _problems(metadata: dcp.Metadata) -> Iterator[str]:
     entries, places = metadata.state_dict_metadata, metadata.storage_data
     if not isinstance(entries, dict):
         yield f"its entries are a {type(entries).__name__}, expected a dict"
@@ -85,12 +78,12 @@ def _problems(metadata: Metadata) -> Iterator[str]:
 def _of_entry(key: Any, entry: Any) -> str | None:
     if not isinstance(key, str):
         return f"a key of type {type(key).__name__}, expected str"
-    if isinstance(entry, BytesStorageMetadata):
+    if isinstance(entry, dcp.BytesStorageMetadata):
         return None
-    if not isinstance(entry, TensorStorageMetadata):
+    if not isinstance(entry, dcp.TensorStorageMetadata):
         return f"an entry of type {type(entry).__name__}, expected a tensor's or a number's"
     properties = entry.properties
-    if not isinstance(properties, TensorProperties) or not isinstance(
+    if not isinstance(properties, dcp.TensorProperties) or not isinstance(
         properties.dtype, torch.dtype
     ):
         return "a tensor without a dtype"
@@ -100,7 +93,7 @@ def _of_entry(key: Any, entry: Any) -> str | None:
 
 
 def _of_chunk(chunk: Any, shape: torch.Size) -> str | None:
-    if not isinstance(chunk, ChunkStorageMetadata):
+    if not isinstance(chunk, dcp.ChunkStorageMetadata):
         return f"a chunk of type {type(chunk).__name__}, expected ChunkStorageMetadata"
     offsets, sizes = chunk.offsets, chunk.sizes
     if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size):
@@ -115,7 +108,7 @@ def _of_chunk(chunk: Any, shape: torch.Size) -> str | None:
 
 
 def _of_place(index: Any, info: Any) -> str | None:
-    if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
+    if not isinstance(index, dcp.MetadataIndex) or not isinstance(index.fqn, str):
         return f"a place with an index of type {type(index).__name__}, expected MetadataIndex"
     if not isinstance(info, _StorageInfo):
         return f"{index.fqn!r}: a place of type {type(info).__name__}"

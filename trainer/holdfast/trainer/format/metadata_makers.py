@@ -12,17 +12,8 @@ from dataclasses import fields
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from holdfast.trainer.format.plain_pickle import Build, Maker, RefusedPickle, is_cheap
 
@@ -34,12 +25,12 @@ _FILES: Final = "torch.distributed.checkpoint.filesystem"
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _RECORDS: Final = {
     _DCP: (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorStorageMetadata,
+        dcp.BytesStorageMetadata,
+        dcp.ChunkStorageMetadata,
+        dcp.Metadata,
+        dcp.MetadataIndex,
+        dcp.StorageMeta,
+        dcp.TensorStorageMetadata,
     ),
     _FILES: (_StorageInfo, _StoragePrefix),
 }
@@ -49,9 +40,9 @@ _OF_PATHS: Final = ("pathlib", "pathlib._local")
 # The values of `TensorProperties` in every torch that has written checkpoints.
 PROPERTIES: Final = 5
 _FORMATS: Final = {
-    _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
-    _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST: torch.channels_last,
-    _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT: torch.preserve_format,
+    dcp._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
+    dcp._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST: torch.channels_last,
+    dcp._MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT: torch.preserve_format,
 }
 _LAYOUTS: Final = {str(each): each for each in vars(torch).values() if type(each) is torch.layout}
 
@@ -110,9 +101,9 @@ def _path(*parts: Any) -> str:
     return posixpath.join("", *parts)
 
 
-def _member(kind: Any = None, name: Any = None) -> _MEM_FORMAT_ENCODING:
+def _member(kind: Any = None, name: Any = None) -> dcp._MEM_FORMAT_ENCODING:
     """Return a memory format by its name. Debian 12's Python 3.11.2 pickles enums by `getattr`."""
-    members = _MEM_FORMAT_ENCODING.__members__
+    members = dcp._MEM_FORMAT_ENCODING.__members__
     # The only call of `getattr` in a `.metadata`. Any other would reach attributes of classes.
     if type(kind) is not Maker or kind.call is not _format or type(name) is not str:
         raise RefusedPickle("a call of getattr that is not for a memory format")
@@ -121,10 +112,10 @@ def _member(kind: Any = None, name: Any = None) -> _MEM_FORMAT_ENCODING:
     return members[name]
 
 
-def _format(number: Any = None) -> _MEM_FORMAT_ENCODING:
+def _format(number: Any = None) -> dcp._MEM_FORMAT_ENCODING:
     if type(number) is not int:
         raise RefusedPickle("a memory format that torch does not have")
-    return _MEM_FORMAT_ENCODING(number)
+    return dcp._MEM_FORMAT_ENCODING(number)
 
 
 def _fill_properties(made: Any, state: Any) -> None:
@@ -136,7 +127,7 @@ def _fill_properties(made: Any, state: Any) -> None:
         type(dtype) is torch.dtype
         and type(layout) is torch.layout
         and type(requires_grad) is type(pin_memory) is bool
-        and type(memory_format) is _MEM_FORMAT_ENCODING
+        and type(memory_format) is dcp._MEM_FORMAT_ENCODING
     )
     if not is_sound:
         raise RefusedPickle("tensor properties of wrong types")
@@ -189,8 +180,8 @@ def _all_makers() -> dict[tuple[str, str], Maker]:
         for kind in kinds
     }
     makers |= {
-        (_DCP, "TensorProperties"): _maker_of(TensorProperties),
-        (_SHARDED, "TensorProperties"): _maker_of(TensorProperties),
+        (_DCP, "TensorProperties"): _maker_of(dcp.TensorProperties),
+        (_SHARDED, "TensorProperties"): _maker_of(dcp.TensorProperties),
         (_DCP, "_MEM_FORMAT_ENCODING"): Maker("_MEM_FORMAT_ENCODING", call=_format),
         (_SHARDED, "MEM_FORMAT_ENCODING"): Maker("MEM_FORMAT_ENCODING", call=_format),
         ("torch", "Size"): Maker("Size", call=make_size),
@@ -219,10 +210,10 @@ _FIELDS: Final = {
     for kinds in _RECORDS.values()
     for kind in kinds
 }
-KEY_TYPES: Final = frozenset({MetadataIndex})
+KEY_TYPES: Final = frozenset({dcp.MetadataIndex})
 BUILDS: Final[Mapping[type, Build]] = {
     **dict.fromkeys(_FIELDS, _fill),
-    MetadataIndex: _fill_index,
-    TensorProperties: _fill_properties,
+    dcp.MetadataIndex: _fill_index,
+    dcp.TensorProperties: _fill_properties,
     UnknownRecord: _ignore,
 }

@@ -1,14 +1,24 @@
-"""Pickle opcodes in bulk: objects stored once in the memo, and records with slots for numbers."""
+"""The opcodes of a `.metadata` pickle, in bulk: records with slots for numbers, filled column-wise.
+
+Objects that many records refer to are stored once in the memo. `planning.metadata_pickle` fills in
+the numbers of a plan. `column_reader` compares a file with the same records and takes the numbers
+out.
+"""
 
 from __future__ import annotations
 
+import copyreg
+import io
+import pickle
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from holdfast.trainer.format.columns import Int64s
+from holdfast.trainer.format.metadata_makers import PROPERTIES
 
 # The opcodes in use, by their names in `pickletools`.
 PROTO, STOP, POP, MEMOIZE, NONE, FALSE = b"\x80\x04", b".", b"0", b"\x94", b"N", b"\x89"
@@ -182,3 +192,140 @@ def fetch(number: int) -> bytes:
 def text(content: str) -> bytes:
     octets = content.encode("utf-8", "surrogatepass")
     return b"X" + len(octets).to_bytes(4, "little") + octets
+
+
+# --- what is written for one box and for one entry -------------------------------------------
+
+_DCP: Final = "torch.distributed.checkpoint.metadata"
+_FILES: Final = "torch.distributed.checkpoint.filesystem"
+CLASSES: Final = {
+    "Metadata": _DCP,
+    "TensorStorageMetadata": _DCP,
+    "TensorProperties": _DCP,
+    "ChunkStorageMetadata": _DCP,
+    "BytesStorageMetadata": _DCP,
+    "MetadataIndex": _DCP,
+    "_MEM_FORMAT_ENCODING": _DCP,
+    "_StorageInfo": _FILES,
+    "Size": "torch",
+    "_get_layout": "torch.serialization",
+}
+ATTRIBUTES: Final = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length")
+# Stands for a number (no tensor) where a number of dimensions is expected.
+NUMBER: Final = -1
+
+
+def add_chunk(record: RecordTemplate, memo: Memo, largest: Sequence[int]) -> None:
+    """Add one box in the list `chunks`. `largest` is the maximum per dimension."""
+    record.add(*memo.new("ChunkStorageMetadata"), MARK, memo.get("offsets"))
+    _add_size(record, memo, largest)
+    record.add(memo.get("sizes"))
+    _add_size(record, memo, largest)
+    record.add(SETITEMS, BUILD, APPEND)
+
+
+def add_place(
+    record: RecordTemplate,
+    memo: Memo,
+    largest: Sequence[int] | None,
+    nth: int,
+    file_bytes: int,
+    entry_bytes: int,
+) -> None:
+    """Add one box in `storage_data`. `largest` is None for a number; the others are maxima."""
+    record.add(*memo.new("MetadataIndex"), MARK, memo.get("fqn"))
+    record.fetch()
+    record.add(memo.get("index"))
+    if largest is None:
+        record.add(NONE)
+    else:
+        record.integer(nth)
+        record.add(memo.get("offset"))
+        _add_size(record, memo, largest)
+    record.add(SETITEMS, BUILD)
+    record.add(*memo.new("_StorageInfo"), MARK, memo.get("relative_path"))
+    record.fetch()
+    record.add(memo.get("offset"))
+    record.integer(file_bytes)
+    record.add(memo.get("length"))
+    record.integer(entry_bytes)
+    record.add(SETITEMS, BUILD, SETITEM)
+
+
+def _add_size(record: RecordTemplate, memo: Memo, largest: Sequence[int]) -> None:
+    """Add a `torch.Size` of each record's numbers. `largest` is the maximum per dimension."""
+    record.add(memo.get("Size"), MARK)
+    for extent in largest:
+        record.integer(extent)
+    record.add(TUPLE, TUPLE1, REDUCE)
+
+
+def number_entry(memo: Memo) -> bytes:
+    """Return what follows the key of a number in `state_dict_metadata`."""
+    return b"".join([*memo.new("BytesStorageMetadata", state=False), SETITEM])
+
+
+def tensor_entry(memo: Memo) -> tuple[bytes, bytes, bytes]:
+    """Return what stands around the dtype and the shape of a tensor in `state_dict_metadata`."""
+    before = [
+        *(*memo.new("TensorStorageMetadata"), MARK, text("properties")),
+        *(memo.get("TensorProperties"), EMPTY_TUPLE, NEWOBJ, MARK, b"ctorch\n"),
+    ]
+    between = [
+        *(b"\n", memo.get("_get_layout"), text("torch.strided"), TUPLE1, REDUCE, FALSE),
+        *(memo.get("_MEM_FORMAT_ENCODING"), b"K\x00", TUPLE1, REDUCE, FALSE, TUPLE, BUILD),
+        *(text("size"), memo.get("Size"), MARK),
+    ]
+    after = [TUPLE, TUPLE1, REDUCE, text("chunks"), EMPTY_LIST]
+    return b"".join(before), b"".join(between), b"".join(after)
+
+
+# --- a whole pickle, and what is appended to it for one save ---------------------------------
+
+# What stock DCP records of one save in `.metadata`: its directory and its id.
+#
+# `.metadata` is built once for many saves. So this is appended to it: the opcodes replace its
+# `STOP`.
+
+# Paths have at most 4096 bytes.
+STORAGE_META_BYTES_MAX: Final = 8192
+_NAME: Final = b"ctorch.distributed.checkpoint.metadata\nStorageMeta\n"
+# Before the directory, between it and the id, and after the id.
+BEFORE: Final = b"".join(
+    [
+        *(EMPTY_DICT, MARK, text("storage_meta")),
+        *(_NAME, EMPTY_TUPLE, NEWOBJ, EMPTY_DICT, MARK, text("checkpoint_id")),
+    ]
+)
+BETWEEN: Final = text("save_id")
+AFTER: Final = b"".join(
+    [
+        *(text("load_id"), NONE, text("modules"), EMPTY_LIST, SETITEMS, BUILD),
+        *(SETITEMS, BUILD, STOP),
+    ]
+)
+
+
+def encode_storage_meta(directory: str, save_id: str) -> bytes:
+    """Return the opcodes that set `storage_meta` of the metadata before them."""
+    return b"".join([BEFORE, text(directory), BETWEEN, text(save_id), AFTER])
+
+
+def dump_metadata(metadata: Metadata) -> bytes:
+    """Return the pickle of `metadata`, with the tensor properties that torch 2.14 and older have.
+
+    Their `__setstate__` fails if there are more. Later ones accept the shorter form.
+    """
+    stream = io.BytesIO()
+    _Pickler(stream).dump(metadata)
+    return stream.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, item: Any) -> Any:
+        """Shorten the state of tensor properties. Everything else is pickled as usual."""
+        if type(item) is TensorProperties:
+            state: Any = item.__getstate__()  # type: ignore[no-untyped-call]
+            new = copyreg.__newobj__  # type: ignore[attr-defined]
+            return new, (TensorProperties,), state[:PROPERTIES]
+        return NotImplemented

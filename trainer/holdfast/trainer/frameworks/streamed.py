@@ -10,8 +10,7 @@ from torch.utils.data import IterableDataset
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.data_generators import DataGenerators, owners_of
 from holdfast.trainer.session.streaming import PASSED_ON
-from holdfast.trainer.streams.convert import as_source
-from holdfast.trainer.streams.dataset import StreamDataset
+from holdfast.trainer.streams.convert import StreamDataset, as_source
 
 WAY_OUT: Final = (
     "give the dataset the methods shards() and open(shard, position), wrap a source of "

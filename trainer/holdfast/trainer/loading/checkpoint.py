@@ -27,7 +27,7 @@ from holdfast.trainer.arguments import check_path
 from holdfast.trainer.format.metadata import Opened
 from holdfast.trainer.loading.reader import LoadReport, load_state, open_together
 from holdfast.trainer.planning.compare_keys import Selection
-from holdfast.trainer.planning.train_state_file import read_train_state
+from holdfast.trainer.planning.layout import read_train_state
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.state.imported import is_imported
 from holdfast.trainer.state.train_state import TrainState

@@ -26,27 +26,16 @@ from holdfast.contracts.disk.digests import RunningDigest, new_checksum, range_d
 from holdfast.contracts.disk.manifest import FileEntry, Manifest
 from holdfast.contracts.disk.reading import open_regular, read_again
 from holdfast.contracts.errors import CheckpointError, ForeignFileError
+from holdfast.trainer.loading import plan
 from holdfast.trainer.loading.node import HALVES, ReadingNode
 from holdfast.trainer.loading.past_cache import fill, fill_aligned, go_past_cache, huge_memory
-from holdfast.trainer.loading.plan import (
-    NOBODY,
-    PIECE_BYTES,
-    CopySeries,
-    Counts,
-    FileUnits,
-    Unit,
-    assign,
-    clip,
-    cut,
-    pieces,
-)
 from holdfast.trainer.loading.targets import MemoryTarget, Wants
 
 READERS: Final = 4
 PARTS_MAX: Final = 256
 PART_BYTES_MIN: Final = 4096
 _OUR_DEFECT: Final = "The plan is wrong, which is a defect of Holdfast: please report it"
-Placed = list[tuple[CopySeries, MemoryTarget]]
+Placed = list[tuple[plan.CopySeries, MemoryTarget]]
 
 
 class Catalogue:
@@ -55,7 +44,7 @@ class Catalogue:
     def __init__(self, extents: Mapping[str, int], manifest: Manifest | None) -> None:
         """`extents` has the last byte of each file in `.metadata`. A manifest has its size."""
         entries = {entry.path: entry for entry in manifest.files} if manifest else {}
-        self.files: dict[str, FileUnits] = {}
+        self.files: dict[str, plan.FileUnits] = {}
         self.whole: list[FileEntry] = []
         self.count = 0
         for path in sorted(extents):
@@ -69,14 +58,14 @@ class Catalogue:
         self._in_order = list(self.files.values())
         self.entries = entries
 
-    def unit(self, number: int) -> Unit:
+    def unit(self, number: int) -> plan.Unit:
         return self._in_order[bisect_right(self._firsts, number) - 1].unit(number)
 
     def span(self, path: str) -> slice:
         file = self.files[path]
         return slice(file.first, file.first + file.count)
 
-    def sizes(self) -> Counts:
+    def sizes(self) -> plan.Counts:
         sizes = np.empty(self.count, dtype=np.int64)
         for file in self.files.values():
             starts = np.arange(file.count) * file.unit_bytes
@@ -88,19 +77,19 @@ def sort_by_unit(wants: Wants, catalogue: Catalogue) -> dict[int, Placed]:
     """Return the wanted parts of each unit, by its number."""
     by_unit: dict[int, Placed] = {}
     for want in wants.items:
-        for number, parts in cut(want.series, catalogue.files[want.path]):
+        for number, parts in plan.cut(want.series, catalogue.files[want.path]):
             by_unit.setdefault(number, []).extend((part, want.target) for part in parts)
     return by_unit
 
 
-def _units_of(path: str, extent: int, entry: FileEntry | None, first: int) -> FileUnits:
+def _units_of(path: str, extent: int, entry: FileEntry | None, first: int) -> plan.FileUnits:
     """Return how a file is read: by its entry's blocks, or by pieces if there are none."""
     if entry is None:
-        return FileUnits(path, extent, first, PIECE_BYTES, None)
-    if not entry.blocks and entry.bytes > PIECE_BYTES:
-        return FileUnits(path, entry.bytes, first, PIECE_BYTES, None)
+        return plan.FileUnits(path, extent, first, plan.PIECE_BYTES, None)
+    if not entry.blocks and entry.bytes > plan.PIECE_BYTES:
+        return plan.FileUnits(path, entry.bytes, first, plan.PIECE_BYTES, None)
     digests = tuple(digest for _, _, digest in entry.spans())
-    return FileUnits(path, entry.bytes, first, entry.block_bytes or PIECE_BYTES, digests)
+    return plan.FileUnits(path, entry.bytes, first, entry.block_bytes or plan.PIECE_BYTES, digests)
 
 
 @dataclass
@@ -144,9 +133,9 @@ def read_wants(
     gathered = node.gather((np.packbits(flags), distinct, node.is_sharing))
     bits = [np.unpackbits(each, count=catalogue.count) for each, _, _ in gathered]
     wanted = np.array(bits, np.bool_)
-    owner = assign(wanted, catalogue.sizes())
+    owner = plan.assign(wanted, catalogue.sizes())
     is_sharing = all(each for _, _, each in gathered)
-    owner[(wanted.sum(axis=0) == 1) | (not is_sharing)] = NOBODY
+    owner[(wanted.sum(axis=0) == 1) | (not is_sharing)] = plan.NOBODY
     with ThreadPoolExecutor(READERS, thread_name_prefix="load") as pool:
         for index, entry in enumerate(catalogue.whole):
             is_wanted = wanted[:, catalogue.span(entry.path)].any()
@@ -162,7 +151,7 @@ def _read_all(
     reader: _Reader,
     pool: ThreadPoolExecutor,
     node: ReadingNode,
-    owner: Counts,
+    owner: plan.Counts,
     mine: Mapping[int, Placed],
 ) -> None:
     """Read the units of this rank alone, and at the same time the shared units in rounds.
@@ -177,7 +166,7 @@ def _read_all(
         return [pool.submit(reader.read_shared, some, node) for some in by_unit]
 
     reading = begin(rounds[0]) if rounds else []
-    alone = [number for number in sorted(mine) if owner[number] == NOBODY]
+    alone = [number for number in sorted(mine) if owner[number] == plan.NOBODY]
     private = [pool.submit(reader.read_private, number, mine[number]) for number in alone]
     for number, turns in enumerate(rounds):
         _finish(reading)
@@ -189,12 +178,12 @@ def _read_all(
     _finish(private)
 
 
-def schedule(catalogue: Catalogue, owner: Counts, ranks: int, slots: int) -> list[list[Turn]]:
+def schedule(catalogue: Catalogue, owner: plan.Counts, ranks: int, slots: int) -> list[list[Turn]]:
     """Return the turns of each round. Each rank fills `slots` pieces of its units, in order."""
     rounds: list[list[Turn]] = []
     for rank in range(ranks):
         units = np.flatnonzero(owner == rank).tolist()
-        own = ((n, start, size) for n in units for start, size in pieces(catalogue.unit(n)))
+        own = ((n, start, size) for n in units for start, size in plan.pieces(catalogue.unit(n)))
         for index, (number, start, size) in enumerate(own):
             at, slot = divmod(index, slots)
             if at == len(rounds):
@@ -223,7 +212,7 @@ class _Reader:
         running = new_checksum() if unit.digest is not None else None
         with self._noting(unit.path), self._open(unit.path) as handle:
             is_direct = go_past_cache(handle, unit.start, unit.size)
-            for start, size in pieces(unit):
+            for start, size in plan.pieces(unit):
                 here = _clip_all(parts, start, size)
                 views = None if is_direct else scatter(here, start, size, self._scratch())
                 if views is not None:
@@ -341,7 +330,7 @@ class _Reader:
     def _scratch(self) -> memoryview:
         """Return this thread's own memory for one piece."""
         if not hasattr(self._own, "scratch"):
-            self._own.scratch = huge_memory(PIECE_BYTES)
+            self._own.scratch = huge_memory(plan.PIECE_BYTES)
         scratch: memoryview = self._own.scratch
         return scratch
 
@@ -393,7 +382,7 @@ def copy_out(parts: Placed, piece: memoryview, start: int) -> None:
         target.took(series.bytes)
 
 
-def _require_inside(series: CopySeries, memory_bytes: int) -> None:
+def _require_inside(series: plan.CopySeries, memory_bytes: int) -> None:
     """Raise `CheckpointError` if `series` would be written outside a memory of that size.
 
     A copy with strides does not check this: it would overwrite other memory of the process.
@@ -408,14 +397,16 @@ def _require_inside(series: CopySeries, memory_bytes: int) -> None:
 
 
 def _clip_all(parts: Placed, start: int, size: int) -> Placed:
-    return [(part, target) for each, target in parts for part in clip(each, start, start + size)]
+    return [
+        (part, target) for each, target in parts for part in plan.clip(each, start, start + size)
+    ]
 
 
-def _trim(unit: Unit, parts: Placed) -> Unit:
+def _trim(unit: plan.Unit, parts: Placed) -> plan.Unit:
     """Return the unit without unwanted bytes at its ends."""
     start = min(series.source for series, _ in parts)
     end = max(series.end for series, _ in parts)
-    return Unit(unit.path, start, end - start, None)
+    return plan.Unit(unit.path, start, end - start, None)
 
 
 def _finish(work: Iterable[Future[None]]) -> None:

@@ -29,7 +29,6 @@ from holdfast.trainer.format.metadata import (
     pick_entries,
 )
 from holdfast.trainer.format.plain_load import load_plain
-from holdfast.trainer.loading.agreement import agree, portable, raise_first
 from holdfast.trainer.loading.node import (
     Address,
     ReadingNode,
@@ -45,7 +44,14 @@ from holdfast.trainer.planning import compare_keys
 from holdfast.trainer.planning.signature import flatten
 from holdfast.trainer.process import devices
 from holdfast.trainer.process.collector import pause_collection
-from holdfast.trainer.ranks.collective import Group, attempt, tree_over
+from holdfast.trainer.ranks.collective import (
+    Group,
+    agree,
+    attempt,
+    portable,
+    raise_first,
+    tree_over,
+)
 from holdfast.trainer.ranks.rank_tree import RankTree
 
 T = TypeVar("T")

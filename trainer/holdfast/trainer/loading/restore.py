@@ -25,10 +25,7 @@ from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.leases import reading
 from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.disk.mirrors import Tiers
-from holdfast.contracts.disk.paths import (
-    MANIFEST,
-    checkpoint_id,
-)
+from holdfast.contracts.disk.paths import MANIFEST, checkpoint_id
 from holdfast.contracts.disk.reading import read_again
 from holdfast.contracts.errors import (
     AgreementError,
@@ -41,19 +38,23 @@ from holdfast.contracts.node.reporting import report
 from holdfast.contracts.records.history import load_events
 from holdfast.trainer.data.order import SkipWindow, joined, parse_skips
 from holdfast.trainer.format.metadata import Opened
-from holdfast.trainer.loading.agreement import PortableError, portable, raise_first
 from holdfast.trainer.loading.reader import load_state, open_together
 from holdfast.trainer.loading.resume import Search
 from holdfast.trainer.metrics import Recorder
-from holdfast.trainer.mirror.fetch import Remote, begin_fetch, fetch_files, finish_fetch
-from holdfast.trainer.mirror.open_store import open_store
-from holdfast.trainer.mirror.upload import Retries
-from holdfast.trainer.planning.train_state_file import read_train_state
+from holdfast.trainer.mirror import transfer
+from holdfast.trainer.planning.layout import read_train_state
 from holdfast.trainer.process.program import program_argv
 from holdfast.trainer.process.standby import changed_variables
-from holdfast.trainer.ranks.collective import TIMEOUT, ControlGroup, attempt
-from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.ranks.collective import (
+    TIMEOUT,
+    ControlGroup,
+    PortableError,
+    attempt,
+    portable,
+    raise_first,
+)
 from holdfast.trainer.ranks.rank_context import RankContext
+from holdfast.trainer.ranks.topology import Identity
 from holdfast.trainer.state.run_state import FRAMEWORK, PROGRAM, Restored
 from holdfast.trainer.state.train_state import TrainState
 
@@ -272,11 +273,11 @@ class Preparation:
         """Return a line for each damaged file, as `find_damage` does. Every rank reads a share."""
         return describe_problems(manifest, self._work.divide("verify", directory, manifest))
 
-    def fetch(self, remote: Remote, directory: Path, url: str) -> int:
+    def fetch(self, remote: transfer.Remote, directory: Path, url: str) -> int:
         """Copy a checkpoint of the mirror into `directory`. Return the bytes read for node 0.
 
-        With a node-local tier, each node copies it to its own disk. Raises as `mirror.fetch.fetch`,
-        if one rank cannot fetch its share.
+        With a node-local tier, each node copies it to its own disk. Raises as
+        `mirror.transfer.fetch`, if one rank cannot fetch its share.
         """
         began = time.monotonic()
         self._work.divide("begin", remote, directory)
@@ -288,28 +289,32 @@ class Preparation:
         share = self._identity.rank, self._identity.world_size
         return find_problems(directory, manifest, progress=meter.add, share=share)
 
-    def _begin_fetch(self, _: Meter, remote: Remote, directory: Path) -> None:
+    def _begin_fetch(self, _: Meter, remote: transfer.Remote, directory: Path) -> None:
         if self._place[0] == 0:
-            begin_fetch(remote, self._directory(remote, directory))
+            transfer.begin_fetch(remote, self._directory(remote, directory))
 
-    def _fetch_share(self, meter: Meter, remote: Remote, directory: Path, url: str) -> int:
+    def _fetch_share(self, meter: Meter, remote: transfer.Remote, directory: Path, url: str) -> int:
         every = remote.manifest.files
         files = share_of(every, [entry.bytes for entry in every], *self._place)
         if not files:
             return 0
-        retries = Retries()
-        store = retries.do(open_store, url)
+        retries = transfer.Retries()
+        store = retries.do(transfer.open_store, url)
         place = self._directory(remote, directory)
-        count = fetch_files(store, remote, files, place, retries=retries, progress=meter.add)
+        count = transfer.fetch_files(
+            store, remote, files, place, retries=retries, progress=meter.add
+        )
         return 0 if self._tiers.local and self._identity.node else count
 
     def _finish_fetch(
-        self, _: Meter, remote: Remote, directory: Path, url: str, seconds: float
+        self, _: Meter, remote: transfer.Remote, directory: Path, url: str, seconds: float
     ) -> None:
         if self._place[0] == 0:
-            finish_fetch(remote, self._directory(remote, directory), url=url, seconds=seconds)
+            transfer.finish_fetch(
+                remote, self._directory(remote, directory), url=url, seconds=seconds
+            )
 
-    def _directory(self, remote: Remote, shared: Path) -> Path:
+    def _directory(self, remote: transfer.Remote, shared: Path) -> Path:
         """Return where this node's ranks write the files: `shared`, or on the node's own disk."""
         folder = self._tiers.node_folder(self._identity.run, self._identity.run_uid)
         return shared if folder is None else folder.checkpoint(remote.name)

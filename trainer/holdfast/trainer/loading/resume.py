@@ -27,9 +27,7 @@ from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.records.history import excluded_checkpoints, load_events
 from holdfast.contracts.records.known_damage import damaged_checkpoints
-from holdfast.trainer.mirror.fetch import Remote, newest_remote
-from holdfast.trainer.mirror.open_store import open_store
-from holdfast.trainer.mirror.upload import Retries
+from holdfast.trainer.mirror.transfer import Remote, Retries, newest_remote, open_store
 
 # The choice of the checkpoint from which a run resumes. Rank 0 chooses, without torch.
 
@@ -159,7 +157,7 @@ class Search:
 
     `find` reads a checkpoint and returns a line for each damaged file. `fetch` copies a checkpoint
     of the mirror at a URL into a directory, and returns the bytes that it read. It raises as
-    `mirror.fetch.fetch`. With a node-local tier, each node copies it to its own disk.
+    `mirror.transfer.fetch`. With a node-local tier, each node copies it to its own disk.
     """
 
     run: RunPaths

@@ -18,13 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
@@ -148,7 +142,9 @@ class Wants:
 
 
 @torch.no_grad()
-def collect(flat: Mapping[str, Any], saved: Mapping[str, STORAGE_TYPES], table: BoxTable) -> Wants:
+def collect(
+    flat: Mapping[str, Any], saved: Mapping[str, dcp.STORAGE_TYPES], table: BoxTable
+) -> Wants:
     """Return what this rank wants of a checkpoint that has every key of `flat`.
 
     Raises `DamagedCheckpointError` if `.metadata` lacks chunks, and `CheckpointError` for a tensor
@@ -157,7 +153,7 @@ def collect(flat: Mapping[str, Any], saved: Mapping[str, STORAGE_TYPES], table: 
     wants = Wants()
     for key, value in flat.items():
         entry = saved[key]
-        if isinstance(entry, BytesStorageMetadata):
+        if isinstance(entry, dcp.BytesStorageMetadata):
             place = _place(key, table, 0)
             wants.numbers[key] = _want_whole(wants, place)
             wants.distinct[digest_of(key.encode())] = place.length
@@ -202,7 +198,7 @@ def place_whole(piece: Piece, content: MemoryTarget) -> None:
 def _pieces_of(
     key: str,
     value: torch.Tensor,
-    entry: TensorStorageMetadata,
+    entry: dcp.TensorStorageMetadata,
     table: BoxTable,
 ) -> list[Piece]:
     """Return the saved chunks that overlap this rank's parts of a tensor."""
@@ -227,7 +223,7 @@ def _pieces_of(
     return found
 
 
-def _chunks_here(key: str, value: torch.Tensor) -> list[ChunkStorageMetadata]:
+def _chunks_here(key: str, value: torch.Tensor) -> list[dcp.ChunkStorageMetadata]:
     """Return this rank's parts of a tensor, or none if the rank is not in its mesh."""
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
@@ -238,10 +234,10 @@ def _chunks_here(key: str, value: torch.Tensor) -> list[ChunkStorageMetadata]:
 
 
 def _make_part(
-    key: str, value: torch.Tensor, chunk: ChunkStorageMetadata, dtype: torch.dtype
+    key: str, value: torch.Tensor, chunk: dcp.ChunkStorageMetadata, dtype: torch.dtype
 ) -> TensorPart:
     """Return a part with memory to load into: the tensor's own memory if possible."""
-    local = find_tensor_shard(value, MetadataIndex(key, chunk.offsets)).detach()
+    local = find_tensor_shard(value, dcp.MetadataIndex(key, chunk.offsets)).detach()
     if local.is_meta:
         raise CheckpointError(
             f"{key}: it is on the meta device and has no memory to load into; call "
@@ -346,5 +342,5 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
     return flat
 
 
-def _chunk(chunk: ChunkStorageMetadata) -> Chunk:
+def _chunk(chunk: dcp.ChunkStorageMetadata) -> Chunk:
     return Chunk(tuple(chunk.offsets), tuple(chunk.sizes))

@@ -17,10 +17,8 @@ from holdfast.contracts.errors import (
     MirrorError,
     NotFoundError,
 )
-from holdfast.trainer.mirror.fetch import Remote, fetch, list_remote, read_remote
-from holdfast.trainer.mirror.open_store import open_store
+from holdfast.trainer.mirror import transfer
 from holdfast.trainer.mirror.store import EntryCheck, MirrorStore
-from holdfast.trainer.mirror.upload import Retries, commit, missing_files, read_upload, send_files
 
 # List, verify, delete, fetch and push the checkpoints of a run's mirror, from outside a job:
 #
@@ -37,8 +35,8 @@ from holdfast.trainer.mirror.upload import Retries, commit, missing_files, read_
 
 def list_committed(store: MirrorStore) -> dict[str, Any]:
     """Return every checkpoint in the mirror, oldest first, and whether it is committed there."""
-    retries, found = Retries(), []
-    for name in list_remote(store, retries=retries):
+    retries, found = transfer.Retries(), []
+    for name in transfer.list_remote(store, retries=retries):
         content = retries.do(store.read, checkpoint_key(str(name)))
         found.append({"name": str(name), "committed": content is not None})
     return {"checkpoints": found}
@@ -49,7 +47,7 @@ def delete(store: MirrorStore, names: list[str]) -> dict[str, Any]:
 
     The manifest stays as a tombstone. You may repeat the call or name absent checkpoints.
     """
-    retries, freed = Retries(), 0
+    retries, freed = transfer.Retries(), 0
     for name in map(str, map(_parse, names)):
         content = retries.do(store.read, checkpoint_key(name))
         if content is not None:
@@ -69,7 +67,7 @@ def delete(store: MirrorStore, names: list[str]) -> dict[str, Any]:
 
 def verify(store: MirrorStore, name: str) -> dict[str, Any]:
     """Read every byte of a checkpoint in the mirror and compare it with the manifest."""
-    retries, damaged = Retries(), []
+    retries, damaged = transfer.Retries(), []
     remote = _remote(store, name)
     sizes = retries.do(store.sizes, checkpoint_folder(name))
     for entry in remote.manifest.files:
@@ -88,15 +86,15 @@ def verify(store: MirrorStore, name: str) -> dict[str, Any]:
 
 def push(store: MirrorStore, directory: Path) -> dict[str, Any]:
     """Copy a committed checkpoint to the mirror, and continue an earlier unfinished copy."""
-    upload, retries = read_upload(directory, None), Retries()
+    upload, retries = transfer.read_upload(directory, None), transfer.Retries()
     if upload is None:
         raise NotFoundError(f"{directory}: no committed checkpoint in this directory")
-    sent = send_files(store, upload, retries=retries)
-    missing = missing_files(store, upload, retries=retries)
+    sent = transfer.send_files(store, upload, retries=retries)
+    missing = transfer.missing_files(store, upload, retries=retries)
     if missing:
         absent = ", ".join(missing[:5])
         raise MirrorError(f"{directory}: files are neither here nor in the mirror: {absent}")
-    commit(store, upload, retries=retries)
+    transfer.commit(store, upload, retries=retries)
     return {"pushed": upload.name, "bytes": sent}
 
 
@@ -107,8 +105,8 @@ def _read(store: MirrorStore, key: str, entry: FileEntry) -> None:
     check.finish()
 
 
-def _remote(store: MirrorStore, name: str) -> Remote:
-    remote = read_remote(store, _parse(name), None, retries=Retries())
+def _remote(store: MirrorStore, name: str) -> transfer.Remote:
+    remote = transfer.read_remote(store, _parse(name), None, retries=transfer.Retries())
     if remote is None:
         raise NotFoundError(f"{name} is not committed in this mirror; `list` shows what is")
     return remote
@@ -122,7 +120,7 @@ def _parse(name: str) -> CheckpointName:
 
 
 def _act(given: argparse.Namespace) -> dict[str, Any]:
-    store = Retries().do(open_store, given.location)
+    store = transfer.Retries().do(transfer.open_store, given.location)
     if given.act == "list":
         return list_committed(store)
     if given.act == "delete":
@@ -132,7 +130,9 @@ def _act(given: argparse.Namespace) -> dict[str, Any]:
     if given.act == "push":
         return push(store, given.directory)
     remote = _remote(store, given.name)
-    read_bytes = fetch(store, remote, given.into, url=given.location, retries=Retries())
+    read_bytes = transfer.fetch(
+        store, remote, given.into, url=given.location, retries=transfer.Retries()
+    )
     return {"fetched": given.name, "into": str(given.into), "bytes": read_bytes}
 
 

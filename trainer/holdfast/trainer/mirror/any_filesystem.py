@@ -17,14 +17,7 @@ import fsspec
 
 from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.errors import MirrorError
-from holdfast.trainer.mirror.store import (
-    CALL_TIMEOUT_S,
-    PART_BYTES,
-    EntryCheck,
-    FormerFile,
-    checked_parts,
-    wrap_errors,
-)
+from holdfast.trainer.mirror import store
 
 T = TypeVar("T")
 UNFINISHED = ".uploading"
@@ -37,13 +30,13 @@ class FsspecStore:
     def __init__(self, url: str) -> None:
         self._url = url
         # A spec has no place for library options beyond those of the environment.
-        with wrap_errors(url, "opening", ImportError, ValueError, OSError, is_passing=False):
+        with store.wrap_errors(url, "opening", ImportError, ValueError, OSError, is_passing=False):
             # Without the cache of listings: another node's files would stay invisible.
             self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="mirror")
 
     def put_file(
-        self, key: str, path: Path, entry: FileEntry, former: FormerFile | None = None
+        self, key: str, path: Path, entry: FileEntry, former: store.FormerFile | None = None
     ) -> int:
         del former  # Such a store has no call that copies a part.
         target = self._at(key)
@@ -51,10 +44,10 @@ class FsspecStore:
         self._call(f"creating the folder of {key}", self._make_parent, target)
         stream = self._call(f"writing {key}", self._fs.open, temporary, "wb")
         try:
-            for part in checked_parts(path, entry):
+            for part in store.checked_parts(path, entry):
                 self._call(f"writing {key}", stream.write, part)
             self._call(f"writing {key}", stream.close)
-            check = EntryCheck(entry)
+            check = store.EntryCheck(entry)
             # Read back, because such a store need not check what it gets, see decision 13.
             for piece in self._pieces_of(temporary, key):
                 check.update(piece)
@@ -124,13 +117,13 @@ class FsspecStore:
     def _call(self, doing: str, act: Callable[..., T], *given: Any) -> T:
         """Run one call for at most `CALL_TIMEOUT_S`. A call that hangs only blocks its thread."""
         errors = (OSError, FutureTimeoutError, ValueError, NotImplementedError)
-        with wrap_errors(self._url, doing, *errors):
-            return self._pool.submit(act, *given).result(CALL_TIMEOUT_S)
+        with store.wrap_errors(self._url, doing, *errors):
+            return self._pool.submit(act, *given).result(store.CALL_TIMEOUT_S)
 
     def _pieces_of(self, name: str, key: str) -> Iterator[bytes]:
         stream = self._call(f"reading {key}", self._fs.open, name, "rb")
         try:
-            while piece := self._call(f"reading {key}", stream.read, PART_BYTES):
+            while piece := self._call(f"reading {key}", stream.read, store.PART_BYTES):
                 yield piece
         finally:
             self._call(f"reading {key}", stream.close)

@@ -23,13 +23,7 @@ from holdfast.contracts.disk.durable import (
 from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.disk.reading import is_mine
 from holdfast.contracts.errors import MirrorError
-from holdfast.trainer.mirror.store import (
-    PART_BYTES,
-    FormerFile,
-    checked_parts,
-    wrap_errors,
-    write_all,
-)
+from holdfast.trainer.mirror import store
 
 # The suffix of a file that is being written. Only a crash leaves such a file.
 UNFINISHED = ".uploading"
@@ -53,12 +47,12 @@ class DirectoryStore:
             )
 
     def put_file(
-        self, key: str, path: Path, entry: FileEntry, former: FormerFile | None = None
+        self, key: str, path: Path, entry: FileEntry, former: store.FormerFile | None = None
     ) -> int:
         target = self._root / key
         temporary = target.with_name(f"{target.name}{UNFINISHED}")
         shared = 0
-        with wrap_errors(self._url, f"writing {key}", OSError):
+        with store.wrap_errors(self._url, f"writing {key}", OSError):
             make_directory(target.parent)
             try:
                 with (
@@ -66,13 +60,13 @@ class DirectoryStore:
                     self._former(former) as source,
                 ):
                     at = 0
-                    for part in checked_parts(path, entry):
+                    for part in store.checked_parts(path, entry):
                         is_equal = former is not None and at in former.parts
                         if is_equal and self._share(source, stream.fileno(), at, part):
                             shared += len(part)
                         else:
                             os.lseek(stream.fileno(), at, os.SEEK_SET)
-                            write_all(stream.fileno(), part)
+                            store.write_all(stream.fileno(), part)
                         at += len(part)
                     # The same order as for the run's own files: bytes, name, and `fsync` of the
                     # directory.
@@ -86,19 +80,19 @@ class DirectoryStore:
 
     def put_new(self, key: str, content: bytes) -> bool:
         target = self._root / key
-        with wrap_errors(self._url, f"creating {key}", OSError):
+        with store.wrap_errors(self._url, f"creating {key}", OSError):
             make_directory(target.parent)
             # A manifest commits the copy, so it must not replace another one.
             return create_bytes(target, content)
 
     def put(self, key: str, content: bytes) -> None:
         target = self._root / key
-        with wrap_errors(self._url, f"writing {key}", OSError):
+        with store.wrap_errors(self._url, f"writing {key}", OSError):
             make_directory(target.parent)
             write_bytes(target, content)
 
     def read(self, key: str) -> bytes | None:
-        with wrap_errors(self._url, f"reading {key}", OSError):
+        with store.wrap_errors(self._url, f"reading {key}", OSError):
             try:
                 return (self._root / key).read_bytes()
             except (FileNotFoundError, NotADirectoryError):
@@ -106,15 +100,15 @@ class DirectoryStore:
 
     def pieces(self, key: str, size_bytes: int) -> Iterator[bytes]:
         with (
-            wrap_errors(self._url, f"reading {key}", OSError),
+            store.wrap_errors(self._url, f"reading {key}", OSError),
             open(self._root / key, "rb", buffering=0) as stream,
         ):
-            while piece := stream.read(PART_BYTES):
+            while piece := stream.read(store.PART_BYTES):
                 yield piece
 
     def sizes(self, prefix: str) -> dict[str, int]:
         found: dict[str, int] = {}
-        with wrap_errors(self._url, f"listing {prefix}", OSError):
+        with store.wrap_errors(self._url, f"listing {prefix}", OSError):
             for folder, _, names in os.walk(self._root / prefix):
                 for name in names:
                     path = Path(folder) / name
@@ -126,14 +120,14 @@ class DirectoryStore:
         return found
 
     def folders(self, prefix: str) -> list[str]:
-        with wrap_errors(self._url, f"listing {prefix}", OSError):
+        with store.wrap_errors(self._url, f"listing {prefix}", OSError):
             try:
                 return sorted(e.name for e in os.scandir(self._root / prefix) if e.is_dir())
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
     def delete(self, keys: Sequence[str]) -> None:
-        with wrap_errors(self._url, "deleting", OSError):
+        with store.wrap_errors(self._url, "deleting", OSError):
             parents = set()
             for key in keys:
                 path = self._root / key
@@ -144,7 +138,7 @@ class DirectoryStore:
 
     def abort_uploads(self, prefix: str) -> int:
         count = 0
-        with wrap_errors(self._url, f"clearing {prefix}", OSError):
+        with store.wrap_errors(self._url, f"clearing {prefix}", OSError):
             place = self._root / prefix
             folder = place if place.is_dir() else place.parent
             for path in sorted(folder.rglob(f"*{UNFINISHED}")):
@@ -154,7 +148,7 @@ class DirectoryStore:
         return count
 
     @contextlib.contextmanager
-    def _former(self, former: FormerFile | None) -> Iterator[int]:
+    def _former(self, former: store.FormerFile | None) -> Iterator[int]:
         """Open the file that the mirror has, or yield -1 without one or without the means."""
         handle = -1
         if former is not None and self._shares:

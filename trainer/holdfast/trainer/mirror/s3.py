@@ -26,13 +26,7 @@ from typing import Any, Final
 from holdfast.contracts import environment
 from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.errors import MirrorError
-from holdfast.trainer.mirror.store import (
-    CALL_TIMEOUT_S,
-    PART_BYTES,
-    PARTS_AT_ONCE,
-    FormerFile,
-    checked_parts,
-)
+from holdfast.trainer.mirror import store
 
 CONNECT_TIMEOUT_S: Final = 10.0
 READ_TIMEOUT_S: Final = 60.0
@@ -83,12 +77,12 @@ class S3Store:
         self._fs = _connect(url)
         # False once the store has shown that it cannot copy parts of its own objects.
         self._copies = True
-        self._pool = ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="mirror")
+        self._pool = ThreadPoolExecutor(store.PARTS_AT_ONCE, thread_name_prefix="mirror")
 
     def put_file(
-        self, key: str, path: Path, entry: FileEntry, former: FormerFile | None = None
+        self, key: str, path: Path, entry: FileEntry, former: store.FormerFile | None = None
     ) -> int:
-        parts = checked_parts(path, entry)
+        parts = store.checked_parts(path, entry)
         first = next(parts)
         copied = 0
         if len(first) == entry.bytes:
@@ -126,13 +120,15 @@ class S3Store:
             raise
 
     def pieces(self, key: str, size_bytes: int) -> Iterator[bytes]:
-        starts = iter(range(0, size_bytes, PART_BYTES))
+        starts = iter(range(0, size_bytes, store.PART_BYTES))
         ahead: deque[Future[bytes]] = deque()
         try:
             # Requests ahead of the reader, but few, so that memory stays bounded.
             while True:
-                while len(ahead) < PARTS_AT_ONCE and (start := next(starts, None)) is not None:
-                    end = min(start + PART_BYTES, size_bytes) - 1
+                while (
+                    len(ahead) < store.PARTS_AT_ONCE and (start := next(starts, None)) is not None
+                ):
+                    end = min(start + store.PART_BYTES, size_bytes) - 1
                     ahead.append(self._pool.submit(self._get, key, f"bytes={start}-{end}"))
                 if not ahead:
                     return
@@ -197,7 +193,7 @@ class S3Store:
             "put_object", Key=self._root + key, Body=content, ContentMD5=_md5(content), **conditions
         )
 
-    def _put_parts(self, key: str, parts: Iterable[bytes], former: FormerFile | None) -> int:
+    def _put_parts(self, key: str, parts: Iterable[bytes], former: store.FormerFile | None) -> int:
         """Send parts as they are read, some in parallel. The object exists if all are correct.
 
         Returns the bytes that the store copied from `former`.
@@ -216,7 +212,7 @@ class S3Store:
                 part = _Part(self._root + key, upload, number, at, content, source)
                 under_way.append(self._pool.submit(self._put_part, part))
                 at += len(content)
-                if len(under_way) >= PARTS_AT_ONCE:
+                if len(under_way) >= store.PARTS_AT_ONCE:
                     done.append(under_way.popleft().result())
             done += [future.result() for future in under_way]
             self._call(
@@ -314,10 +310,10 @@ class S3Store:
         from fsspec.asyn import FSTimeoutError, sync
 
         try:
-            return sync(self._fs.loop, act, *given, timeout=CALL_TIMEOUT_S, **named)
+            return sync(self._fs.loop, act, *given, timeout=store.CALL_TIMEOUT_S, **named)
         except FSTimeoutError as error:
             raise S3Error(
-                f"{self._url}: {name}: no answer within {CALL_TIMEOUT_S:.0f} s", ""
+                f"{self._url}: {name}: no answer within {store.CALL_TIMEOUT_S:.0f} s", ""
             ) from error
         except Exception as error:
             # The library raises many types without a common base. Each means a failed request.

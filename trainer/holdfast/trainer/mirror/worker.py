@@ -26,16 +26,8 @@ from holdfast.contracts.disk.mirrors import MirrorRecord, Tiers, read_record, wr
 from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.errors import HoldfastError, MirrorError
 from holdfast.contracts.plain_text import counted
-from holdfast.trainer.mirror.open_store import open_store
+from holdfast.trainer.mirror import transfer
 from holdfast.trainer.mirror.store import PART_BYTES, MirrorStore
-from holdfast.trainer.mirror.upload import (
-    Retries,
-    Upload,
-    commit,
-    missing_files,
-    read_upload,
-    send_files,
-)
 from holdfast.trainer.slots.slot_table import SlotTable
 
 # Checkpoints that may wait before the oldest is skipped.
@@ -64,7 +56,7 @@ class Task:
     directory: Path
     files: Path
     own: frozenset[str] | None
-    upload: Upload | None = None
+    upload: transfer.Upload | None = None
     began: float = 0.0
     due_at: float = 0.0
     rounds: int = 0
@@ -179,7 +171,9 @@ class MirrorWorker:
 
     def _advance(self, task: Task) -> None:
         """Copy one checkpoint as far as is possible now."""
-        upload = task.upload = task.upload or read_upload(task.directory, task.own, task.files)
+        upload = task.upload = task.upload or transfer.read_upload(
+            task.directory, task.own, task.files
+        )
         if upload is None:
             return
         task.began = task.began or time.monotonic()
@@ -188,14 +182,16 @@ class MirrorWorker:
             # A flusher that was replaced may still be sending the same files.
             former = self._former(task, upload)
             with self._alone(task.run):
-                task.sent += send_files(store, upload, retries=Retries(), former=former)
+                task.sent += transfer.send_files(
+                    store, upload, retries=transfer.Retries(), former=former
+                )
             task.is_sent = True
             self._clear_node(task)
         if self._node != 0:
             return
-        missing = missing_files(store, upload, retries=Retries())
+        missing = transfer.missing_files(store, upload, retries=transfer.Retries())
         if not missing:
-            commit(store, upload, retries=Retries())
+            transfer.commit(store, upload, retries=transfer.Retries())
             self._finish(task, upload)
         elif time.monotonic() < task.made + task.peers_wait_s:
             self._try_again_later(task, PEERS_POLL_S)
@@ -205,7 +201,7 @@ class MirrorWorker:
                 f"the mirror lacks {counted(len(missing), 'file')} of other nodes: {lacking}"
             )
 
-    def _former(self, task: Task, upload: Upload) -> Manifest | None:
+    def _former(self, task: Task, upload: transfer.Upload) -> Manifest | None:
         """Return the newest checkpoint before this one of which the mirror has a copy, or None."""
         if not any(entry.bytes > PART_BYTES for entry in upload.entries):
             return None
@@ -222,7 +218,7 @@ class MirrorWorker:
         with self._changed:
             self._waiting.append(task)
 
-    def _finish(self, task: Task, upload: Upload) -> None:
+    def _finish(self, task: Task, upload: transfer.Upload) -> None:
         """Record the copy beside the manifest and in the journal."""
         seconds = round(time.monotonic() - task.began, 6)
         url = self._location(upload)
@@ -267,14 +263,14 @@ class MirrorWorker:
             if read_record(home) is not None or not home.exists():
                 shutil.rmtree(files, ignore_errors=True)
 
-    def _location(self, upload: Upload) -> str:
+    def _location(self, upload: transfer.Upload) -> str:
         return self._tiers.location(upload.manifest.run, upload.manifest.run_uid)
 
-    def _store_of(self, upload: Upload) -> MirrorStore:
+    def _store_of(self, upload: transfer.Upload) -> MirrorStore:
         """Return the run's store in the mirror. The first call opens it and imports libraries."""
         url = self._location(upload)
         if self._store is None or self._store[0] != url:
-            self._store = (url, Retries().do(open_store, url))
+            self._store = (url, transfer.Retries().do(transfer.open_store, url))
         return self._store[1]
 
     def _journal(self, task: Task, kind: EventKind, **facts: Any) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer.format.metadata import parse_metadata
-from holdfast.trainer.format.metadata_dump import dump_metadata
+from holdfast.trainer.format.opcodes import dump_metadata
 from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.layout import (
     Layout,
@@ -38,7 +38,7 @@ from holdfast.trainer.planning.rank_rows import NUMBER_ROOM_BYTES
 from holdfast.trainer.planning.ranks import all_or_none, raise_problems
 from holdfast.trainer.planning.signature import Encoded, Signature, is_plain, room_of
 from holdfast.trainer.ranks.collective import HierarchicalGroup, attempt, problem_of
-from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.ranks.topology import Identity
 
 
 @dataclass(frozen=True)

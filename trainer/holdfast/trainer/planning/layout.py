@@ -4,7 +4,7 @@ A rank's image is the content of a staging slot: its `.distcp` file and, on some
 and `train_state.json`. A tensor's entry is the zip that `torch.save` writes. Its headers and
 footers are fixed, and its bytes begin on a 64-byte boundary of the file. A number's entry is such a
 zip too. The zip's comment field pads it to a length that later values share, so `.metadata` stays
-the same from save to save.
+the same from save to save. `train_state.json` is of limited size.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import contextlib
 import ctypes
 import functools
 import io
+import json
 import mmap
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -25,10 +27,12 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from holdfast.contracts.disk.durable import to_json
+from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.disk.paths import TRAIN_STATE
-from holdfast.contracts.errors import SaveError
-from holdfast.trainer.format.metadata import METADATA
-from holdfast.trainer.format.metadata_dump import STORAGE_META_BYTES_MAX
+from holdfast.contracts.errors import DamagedCheckpointError, SaveError
+from holdfast.trainer.format.metadata import METADATA, read_verified
+from holdfast.trainer.format.opcodes import STORAGE_META_BYTES_MAX
 from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.signature import Encoded, Signature
 from holdfast.trainer.process import devices
@@ -227,7 +231,7 @@ def add_metadata(layout: Layout, metadata: bytes | LateContent, folder: str = ""
         layout,
         files=(*layout.files, FilePlace(f"{folder}{METADATA}", at, size)),
         metadata_end=at + size,
-        # Appended for each save, so that `.metadata` itself stays the same, see `metadata_dump`.
+        # Appended for each save, so that `.metadata` itself stays the same, see `opcodes`.
         image_bytes=align(at + size + STORAGE_META_BYTES_MAX, FILE_ALIGNMENT),
     )
 
@@ -368,3 +372,51 @@ def _lacks_memory(part: torch.Tensor) -> bool:
 def align(offset: int, alignment: int) -> int:
     """Return the first multiple of `alignment` from `offset` on."""
     return -(-offset // alignment) * alignment
+
+
+def encode_train_state(document: Mapping[str, Any]) -> bytes:
+    """Return the content of the file. Raises `SaveError` if it is too large or not JSON.
+
+    Text is kept to the code point, so lone surrogates too, which other documents replace.
+    """
+    try:
+        content = to_json(dict(document), surrogates="backslashreplace")
+    except (TypeError, ValueError) as error:
+        raise SaveError(
+            f"the train state is not JSON: {error}; put tensors into the state. The train "
+            "state takes numbers, text, lists and mappings"
+        ) from error
+    if len(content) > TRAIN_STATE_BYTES_MAX:
+        raise SaveError(
+            f"the train state is {len(content)} bytes of JSON, expected "
+            f"{TRAIN_STATE_BYTES_MAX} or less; put large data into the state as tensors"
+        )
+    return content
+
+
+def read_train_state(directory: Path, manifest: Manifest | None) -> dict[str, Any]:
+    """Return the train state of the checkpoint in `directory`, or {} if stock DCP wrote it.
+
+    `manifest` is the checkpoint's, or None for stock DCP. Raises `DamagedCheckpointError` if the
+    train state differs from the manifest, cannot be read, or is not a JSON object.
+    """
+    path = directory / TRAIN_STATE
+    listed = manifest is not None and any(file.path == TRAIN_STATE for file in manifest.files)
+    if not listed and not path.exists():
+        return {}
+    try:
+        # Through the manifest: the file of another user may have changed since the commit.
+        content = read_verified(directory, TRAIN_STATE, manifest, TRAIN_STATE_BYTES_MAX)
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"{path}: not JSON: {error}; resume from another checkpoint",
+            damaged=[f"{TRAIN_STATE}: {error}"],
+        ) from error
+    if not isinstance(parsed, dict):
+        raise DamagedCheckpointError(
+            f"{path}: contains a {type(parsed).__name__}, expected a JSON object; resume from "
+            "another checkpoint",
+            damaged=[f"{TRAIN_STATE}: a {type(parsed).__name__}"],
+        )
+    return parsed

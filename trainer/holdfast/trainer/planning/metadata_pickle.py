@@ -18,36 +18,9 @@ from typing import Final
 import numpy as np
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
+from holdfast.trainer.format import opcodes as op
 from holdfast.trainer.format.columns import Int32s, Int64s, Item, end_to_end
-from holdfast.trainer.format.metadata_records import (
-    ATTRIBUTES,
-    CLASSES,
-    NUMBER,
-    add_chunk,
-    add_place,
-    number_entry,
-    tensor_entry,
-)
-from holdfast.trainer.format.opcodes import (
-    BUILD,
-    EMPTY_DICT,
-    INT,
-    LONG,
-    MARK,
-    NONE,
-    PROTO,
-    SETITEM,
-    SETITEMS,
-    STOP,
-    TUPLE,
-    Memo,
-    Octets,
-    RecordTemplate,
-    fetch,
-    text,
-)
-from holdfast.trainer.planning.boxes import group
-from holdfast.trainer.planning.global_plan import GlobalPlan, align
+from holdfast.trainer.planning.global_plan import GlobalPlan, align, group
 
 # Locates each written box. Walks the plan's rows in `.metadata` order, one window at a time.
 #
@@ -175,7 +148,7 @@ def _offsets(plan: GlobalPlan) -> list[Int64s]:
     return offsets
 
 
-Piece = bytes | Octets
+Piece = bytes | op.Octets
 
 
 class MetadataPickle:
@@ -184,23 +157,29 @@ class MetadataPickle:
     def __init__(self, plan: GlobalPlan, file_name: Callable[[int], str]) -> None:
         """`file_name` returns the file of a writer."""
         self._plan, items = plan, plan.items
-        memo = Memo(CLASSES, ATTRIBUTES)
+        memo = op.Memo(op.CLASSES, op.ATTRIBUTES)
         used = np.flatnonzero(plan.file_bytes).tolist()
-        files = {rank: memo.put(text(file_name(rank))) for rank in used}
-        keys = [memo.put(text(item.key)) for item in items]
+        files = {rank: memo.put(op.text(file_name(rank))) for rank in used}
+        keys = [memo.put(op.text(item.key)) for item in items]
         self._file_numbers, self._key_numbers = _lookup(files), np.array(keys, dtype=np.int64)
-        kinds = [NUMBER if item.dtype is None else len(item.shape) for item in items]
+        kinds = [op.NUMBER if item.dtype is None else len(item.shape) for item in items]
         self._kinds = np.array(kinds, dtype=np.int64)
         self._records = {kind: _records(plan, memo, kind) for kind in sorted(set(kinds))}
         self._entries = [_entry(memo, key, i) for key, i in zip(keys, items, strict=True)]
-        head: list[bytes] = [*memo.new("Metadata"), MARK]
-        head += [text("state_dict_metadata"), EMPTY_DICT]
-        self._head = b"".join([PROTO, *memo.pieces, *head])
+        head: list[bytes] = [*memo.new("Metadata"), op.MARK]
+        head += [op.text("state_dict_metadata"), op.EMPTY_DICT]
+        self._head = b"".join([op.PROTO, *memo.pieces, *head])
         paths = [p for key, i in zip(keys, items, strict=True) for p in _path(key, i)]
-        middle = [text("planner_data"), EMPTY_DICT, *paths, text("storage_data"), EMPTY_DICT]
+        middle = [
+            op.text("planner_data"),
+            op.EMPTY_DICT,
+            *paths,
+            op.text("storage_data"),
+            op.EMPTY_DICT,
+        ]
         self._middle = b"".join(middle)
-        tail = [text("storage_meta"), NONE, text("version"), text(CURRENT_DCP_VERSION)]
-        self._tail = b"".join([*tail, SETITEMS, BUILD, STOP])
+        tail = [op.text("storage_meta"), op.NONE, op.text("version"), op.text(CURRENT_DCP_VERSION)]
+        self._tail = b"".join([*tail, op.SETITEMS, op.BUILD, op.STOP])
         fixed = [self._head, self._middle, self._tail, *(p for pair in self._entries for p in pair)]
         counts = zip(kinds, count_rows(plan).tolist(), strict=True)
         # The length is certain before anything is built: the slots of the ranks are planned by it.
@@ -275,8 +254,8 @@ class _Records:
 
     shapes: Int64s
     form_sizes: Int64s
-    chunk: RecordTemplate
-    place: RecordTemplate
+    chunk: op.RecordTemplate
+    place: op.RecordTemplate
     is_number: bool
 
     @property
@@ -284,7 +263,7 @@ class _Records:
         """The bytes of one box, chunk and place together."""
         return self.chunk.record_bytes + self.place.record_bytes
 
-    def chunks(self, window: Window, rows: Int64s) -> Octets:
+    def chunks(self, window: Window, rows: Int64s) -> op.Octets:
         """Return the entries of the list `chunks`: offsets and sizes of these window rows."""
         if self.is_number:
             return np.zeros((len(rows), 0), dtype=np.uint8)
@@ -292,7 +271,7 @@ class _Records:
         columns = [*self._offsets(window, rows), *self.form_sizes[form].T]
         return self.chunk.records(len(rows), columns)
 
-    def places(self, window: Window, rows: Int64s, keys: Int64s, files: Int64s) -> Octets:
+    def places(self, window: Window, rows: Int64s, keys: Int64s, files: Int64s) -> op.Octets:
         """Return the entries of `storage_data`. `keys` and `files` are by the window's rows."""
         box = [] if self.is_number else [window.nth[rows], *self._offsets(window, rows)]
         where = [files[rows], window.offset[rows], window.length[rows]]
@@ -308,7 +287,7 @@ class _Records:
         return offsets[::-1]
 
 
-def _records(plan: GlobalPlan, memo: Memo, kind: int) -> _Records:
+def _records(plan: GlobalPlan, memo: op.Memo, kind: int) -> _Records:
     """Return the templates for tensors of `kind` dimensions, or for numbers."""
     dims = max(kind, 0)
     shapes = np.ones((len(plan.items), dims), dtype=np.int64)
@@ -316,33 +295,35 @@ def _records(plan: GlobalPlan, memo: Memo, kind: int) -> _Records:
         if item.dtype is not None and len(item.shape) == dims:
             shapes[number] = np.maximum(item.shape, 1)
     largest = shapes.max(axis=0, initial=1).tolist()
-    chunk, place = RecordTemplate(), RecordTemplate()
-    if kind != NUMBER:
-        add_chunk(chunk, memo, largest)
+    chunk, place = op.RecordTemplate(), op.RecordTemplate()
+    if kind != op.NUMBER:
+        op.add_chunk(chunk, memo, largest)
     nth = sum(writer.size for writer in plan.writers)
     entry = max((int(s.pattern.form_bytes.max(initial=0)) for s in plan.shard_tables), default=0)
     file = int(plan.file_bytes.max(initial=0))
-    add_place(place, memo, None if kind == NUMBER else largest, nth, file, entry)
+    op.add_place(place, memo, None if kind == op.NUMBER else largest, nth, file, entry)
     form_sizes = stack_sizes([shard_table.pattern.form_sizes for shard_table in plan.shard_tables])[
         :, :dims
     ]
-    return _Records(shapes, form_sizes, chunk, place, kind == NUMBER)
+    return _Records(shapes, form_sizes, chunk, place, kind == op.NUMBER)
 
 
-def _entry(memo: Memo, key: int, item: Item) -> tuple[bytes, bytes]:
+def _entry(memo: op.Memo, key: int, item: Item) -> tuple[bytes, bytes]:
     """Return one key of `state_dict_metadata`: the bytes before its chunks and those after."""
     if item.dtype is None:
-        return fetch(key) + number_entry(memo), b""
-    before, between, after = tensor_entry(memo)
-    size = b"".join(LONG + extent.to_bytes(8, "little") for extent in item.shape)
-    head = [fetch(key), before, item.dtype.encode(), between, size, after]
-    return b"".join(head), SETITEMS + BUILD + SETITEM
+        return op.fetch(key) + op.number_entry(memo), b""
+    before, between, after = op.tensor_entry(memo)
+    size = b"".join(op.LONG + extent.to_bytes(8, "little") for extent in item.shape)
+    head = [op.fetch(key), before, item.dtype.encode(), between, size, after]
+    return b"".join(head), op.SETITEMS + op.BUILD + op.SETITEM
 
 
 def _path(key: int, item: Item) -> list[bytes]:
     """Return one key of `planner_data`: the path by which the state is nested again."""
-    parts = [text(p) if isinstance(p, str) else INT + p.to_bytes(4, "little") for p in item.path]
-    return [fetch(key), MARK, *parts, TUPLE, SETITEM]
+    parts = [
+        op.text(p) if isinstance(p, str) else op.INT + p.to_bytes(4, "little") for p in item.path
+    ]
+    return [op.fetch(key), op.MARK, *parts, op.TUPLE, op.SETITEM]
 
 
 def _lookup(numbers: dict[int, int]) -> Int64s:

@@ -12,31 +12,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.format.columns import (
-    FIRST,
-    KINDS,
-    OWN,
-    PART,
-    WHOLE,
-    Block,
-    BlockPattern,
-    Item,
-    Row,
-    make_block,
-)
-from holdfast.trainer.format.marked_shards import refuse_marked_shard
+from holdfast.trainer.format import columns
 from holdfast.trainer.format.saved_boxes import find_odd_stride
+from holdfast.trainer.planning import layout
 from holdfast.trainer.planning.compare_keys import is_of_one_rank
-from holdfast.trainer.planning.layout import (
-    NumberEntry,
-    TensorEntry,
-    TensorTemplate,
-    encode_number,
-    has_form,
-    inner_names,
-    is_wrapper,
-    make_template,
-)
 from holdfast.trainer.planning.signature import Signature, flatten, room_of
 
 # Later values of a number may need this many bytes more than the first one.
@@ -53,10 +32,10 @@ class RankRows:
     `entries` has one tuple for each of the KINDS, in the order of the rows.
     """
 
-    blocks: Mapping[bytes, Block]
-    patterns: Mapping[bytes, BlockPattern]
+    blocks: Mapping[bytes, columns.Block]
+    patterns: Mapping[bytes, columns.BlockPattern]
     tables: Mapping[bytes, bytes]
-    entries: tuple[tuple[TensorEntry | NumberEntry, ...], ...]
+    entries: tuple[tuple[layout.TensorEntry | layout.NumberEntry, ...], ...]
     signature: Signature
 
 
@@ -71,28 +50,32 @@ def describe_rank(state: Mapping[str, Any]) -> RankRows:
         held = reader.read(item, value)
         found.append((item, held, _kind_of(item, held, value)))
     blocks, patterns, tables = {}, {}, {}
-    entries: list[tuple[TensorEntry | NumberEntry, ...]] = []
-    for kind in KINDS:
+    entries: list[tuple[layout.TensorEntry | layout.NumberEntry, ...]] = []
+    for kind in columns.KINDS:
         ours = [(item, held) for item, held, its_kind in found if its_kind == kind]
         rows = [held for _, held in ours if held is not None]
         entries.append(tuple(entry for _, entry in rows))
         if ours:
-            made = make_block(kind, [item for item, _ in ours], [row for row, _ in rows])
+            made = columns.make_block(kind, [item for item, _ in ours], [row for row, _ in rows])
             blocks[made.block.digest()] = made.block
             patterns[made.block.pattern] = made.pattern
             tables[made.pattern.table] = made.table
     return RankRows(blocks, patterns, tables, tuple(entries), Signature(flat))
 
 
-def _kind_of(item: Item, held: tuple[Row, TensorEntry | NumberEntry] | None, value: Any) -> int:
+def _kind_of(
+    item: columns.Item,
+    held: tuple[columns.Row, layout.TensorEntry | layout.NumberEntry] | None,
+    value: Any,
+) -> int:
     # Such keys have one holder, and their values differ by rank.
     if is_of_one_rank(item.key):
-        return OWN
+        return columns.OWN
     # Buffers such as running means may differ between replicas. All of them come from one rank, so
     # that they belong together.
     if isinstance(value, torch.nn.Buffer) and held is not None and held[0].is_whole:
-        return FIRST
-    return WHOLE if held is not None and held[0].is_whole else PART
+        return columns.FIRST
+    return columns.WHOLE if held is not None and held[0].is_whole else columns.PART
 
 
 def check_form(key: str, value: torch.Tensor) -> None:
@@ -112,8 +95,8 @@ def check_form(key: str, value: torch.Tensor) -> None:
 
 def problem_with_form(part: torch.Tensor) -> str:
     """Return why the bytes of a tensor are not its values in order, or an empty text."""
-    if is_wrapper(part):
-        inner = inner_names(part)
+    if layout.is_wrapper(part):
+        inner = layout.inner_names(part)
         held = f"with inner tensors {inner}" if inner else "that has its values in other tensors"
         return f"a {type(part).__name__} {held}"
     if part.is_meta:
@@ -122,22 +105,28 @@ def problem_with_form(part: torch.Tensor) -> str:
         return f"of layout {part.layout}"
     if part.is_quantized:
         return f"quantized, of type {part.dtype}"
-    return "" if has_form(part.dtype) else f"of type {part.dtype}, which torch.save cannot write"
+    return (
+        ""
+        if layout.has_form(part.dtype)
+        else f"of type {part.dtype}, which torch.save cannot write"
+    )
 
 
 class _Reader:
     """Reads values one by one, and caches what many of them share."""
 
     def __init__(self) -> None:
-        self._templates: dict[tuple[torch.Size, torch.dtype], TensorTemplate] = {}
+        self._templates: dict[tuple[torch.Size, torch.dtype], layout.TensorTemplate] = {}
         self._boxes: dict[Any, Box] = {}
         self._lengths: dict[str, int] = {}
 
-    def read(self, item: Item, value: Any) -> tuple[Row, TensorEntry | NumberEntry] | None:
+    def read(
+        self, item: columns.Item, value: Any
+    ) -> tuple[columns.Row, layout.TensorEntry | layout.NumberEntry] | None:
         """Return the row and the entry of one value, None if this rank has no part of it."""
         if item.dtype is None:
             length = self._number_bytes(value)
-            return Row(item, (), (), length), NumberEntry(item.key, length)
+            return columns.Row(item, (), (), length), layout.NumberEntry(item.key, length)
         check_form(item.key, value)
         # An empty tensor has no separate parts: every rank has all of it, and one rank writes it.
         box = ((0,) * len(item.shape), item.shape)
@@ -148,19 +137,19 @@ class _Reader:
             box = held
         offsets, sizes = box
         template = self._template(torch.Size(sizes), value.dtype)
-        entry = TensorEntry(item.key, torch.Size(sizes), value.dtype, template)
-        return Row(item, offsets, sizes, template.length), entry
+        entry = layout.TensorEntry(item.key, torch.Size(sizes), value.dtype, template)
+        return columns.Row(item, offsets, sizes, template.length), entry
 
     def _number_bytes(self, value: Any) -> int:
         text = repr(value)
         if text not in self._lengths:
             room = NUMBER_ROOM_BYTES + room_of(value)
-            self._lengths[text] = len(encode_number(value)) + room
+            self._lengths[text] = len(layout.encode_number(value)) + room
         return self._lengths[text]
 
-    def _template(self, shape: torch.Size, dtype: torch.dtype) -> TensorTemplate:
+    def _template(self, shape: torch.Size, dtype: torch.dtype) -> layout.TensorTemplate:
         if (shape, dtype) not in self._templates:
-            self._templates[shape, dtype] = make_template(shape, dtype)
+            self._templates[shape, dtype] = layout.make_template(shape, dtype)
         return self._templates[shape, dtype]
 
     def _box(self, key: str, value: torch.Tensor) -> Box | None:
@@ -216,8 +205,37 @@ def _sharded_box(key: str, value: ShardedTensor) -> Box | None:
     return tuple(place.shard_offsets), tuple(place.shard_sizes)
 
 
-def _item(key: str, path: tuple[str | int, ...], value: Any) -> Item:
+def _item(key: str, path: tuple[str | int, ...], value: Any) -> columns.Item:
     if not isinstance(value, torch.Tensor):
-        return Item(key, path, None, ())
+        return columns.Item(key, path, None, ())
     dtype = str(value.dtype).removeprefix("torch.")
-    return Item(key, path, dtype, tuple(value.size()))
+    return columns.Item(key, path, dtype, tuple(value.size()))
+
+
+# Tensors that attributes mark as shards of a larger tensor: torch's `CheckpointableTensor`.
+
+_ATTRIBUTES: Final = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+def is_marked_shard(value: Any) -> bool:
+    """Return True for a tensor that its attributes mark as shards of a larger one.
+
+    This is the test of torch 2.14. DCP does not apply it to a DTensor or a ShardedTensor.
+    """
+    return (
+        # By attributes, as torch 2.14 does it: older versions have no such class.
+        all(hasattr(value, name) for name in _ATTRIBUTES)
+        and isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor | ShardedTensor)
+    )
+
+
+def refuse_marked_shard(key: str, value: torch.Tensor) -> None:
+    """Raise `SaveError` for such a tensor. Otherwise each rank's shard would count as the whole."""
+    if is_marked_shard(value):
+        shape = tuple(getattr(value, _ATTRIBUTES[0]))
+        raise SaveError(
+            f"{key}: its attributes {', '.join(_ATTRIBUTES)} mark it as shards of a tensor of "
+            f"shape {shape}, which cannot be saved as such; expected a DTensor. Make it one with "
+            "DTensor.from_local, or save it with holdfast.trainer.dcp on torch 2.14 or newer"
+        )

@@ -20,7 +20,6 @@ from holdfast.contracts.environment import FLUSH_TIMEOUT_DEFAULT_S as SAVE_TIMEO
 from holdfast.contracts.errors import DamagedCheckpointError, PreflightError, SaveError
 from holdfast.contracts.node.rank_status import Phase
 from holdfast.trainer.arguments import check_best, check_kinds, check_seed
-from holdfast.trainer.placed import SavePlace
 from holdfast.trainer.planning.layout import FILE_ALIGNMENT, Layout, add_train_state, align
 from holdfast.trainer.planning.ranks import all_or_none, check_memory
 from holdfast.trainer.planning.signature import Signature
@@ -74,24 +73,17 @@ class FileEngine(CheckpointEngine):
         state: dict[str, Any],
         train_state: Mapping[str, Any] | None,
         *,
-        step: int,
-        reason: str,
-        parent: str | None,
-        metrics: Mapping[str, float] | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
-        place: SavePlace | None = None,
         continuing: Overlap = AT_ONCE,
-        waited_s: float = 0.0,
+        **facts: Any,
     ) -> str:
-        """Stage the files of `state` as the checkpoint of `step`: see `CheckpointEngine.save`."""
-        facts: dict[str, Any] = {"step": step, "reason": reason, "parent": parent}
-        facts |= {"metrics": metrics, "timeout_s": timeout_s, "place": place, "waited_s": waited_s}
+        """Stage the files of `state`: see `CheckpointEngine.save`. No copy continues."""
         try:
-            return super().save(state, train_state, **facts)
+            return super().save(state, train_state, timeout_s=timeout_s, **facts)
         except _FullError:
             # This rank's files have grown. It needs no other rank to replace its slots.
             self._open(self._fit(state, timeout_s))
-            return super().save(state, train_state, **facts)
+            return super().save(state, train_state, timeout_s=timeout_s, **facts)
 
     def snapshot(self, state: dict[str, Any], train_state: Mapping[str, Any], **facts: Any) -> bool:
         """Return False: the framework may need all ranks to collect its state."""

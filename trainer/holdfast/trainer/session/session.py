@@ -55,19 +55,11 @@ from holdfast.trainer.session.settings import Settings
 from holdfast.trainer.session.stop_coordinator import StopCoordinator
 from holdfast.trainer.session.streaming import StreamMethods
 from holdfast.trainer.slots.modes import Staging
+from holdfast.trainer.state import not_restored, run_state
 from holdfast.trainer.state.fresh import ResumeFit
-from holdfast.trainer.state.local_buffers import warn_of_local_buffers
-from holdfast.trainer.state.made_with import describe_changes, describe_made
 from holdfast.trainer.state.objects import Stateful
 from holdfast.trainer.state.optimizer_steps import OptimizerSteps
 from holdfast.trainer.state.optimizers import unwrap
-from holdfast.trainer.state.run_state import (
-    LOSSES,
-    MADE_WITH,
-    STEPS_IN_EPOCH,
-    ProgramState,
-    TrainingProgress,
-)
 from holdfast.trainer.state.train_state import TrainState, listed
 from holdfast.trainer.trackers.tracker import Tracker
 
@@ -164,11 +156,11 @@ class Session(StreamMethods):
         optimizers, schedulers = listed(optimizer), listed(scheduler)
         with claimed(self, self._abandon):
             self._optimizers = OptimizerSteps(map(unwrap, optimizers))
-            self._made_with = describe_made(map(unwrap, optimizers), schedulers)
+            self._made_with = not_restored.describe_made(map(unwrap, optimizers), schedulers)
             self._join(directory, mesh)
             who: dict[str, Any] = {"fit": fit, "rank": self.rank, "world_size": self.world_size}
             state = TrainState(model, optimizers, schedulers, extra, per_rank=per_rank, **who)
-            warn_of_local_buffers(extra or {}, self.rank, self.world_size)
+            not_restored.warn_of_local_buffers(extra or {}, self.rank, self.world_size)
             saver = _saver_of(state, planner, settings.staging)
             load = partial(load_tensors, self._ranks, state)
             self._start(self._restore(state, saver, load), settings)
@@ -193,7 +185,7 @@ class Session(StreamMethods):
         self._record.beat(Phase.LOAD)
 
     def _restore(
-        self, state: ProgramState, open_saver: Callable[..., Saver], load: Load
+        self, state: run_state.ProgramState, open_saver: Callable[..., Saver], load: Load
     ) -> Resumed:
         """Restore the newest checkpoint that verifies. Return the resumed position."""
         self._state = state
@@ -213,7 +205,9 @@ class Session(StreamMethods):
         self._saver.began_at(found.step, found.checkpoint, found.manifest)
         self.resumed_from = found.checkpoint
         restarted = self._metrics.resume(found.best)
-        changed = describe_changes(found.program.get(MADE_WITH, {}), self._made_with)
+        changed = not_restored.describe_changes(
+            found.program.get(run_state.MADE_WITH, {}), self._made_with
+        )
         for text in filter(None, (restarted, changed)):
             self._recorder.note(text)
         self._began_in = found.epoch, found.in_epoch
@@ -225,7 +219,7 @@ class Session(StreamMethods):
             former=found.data,
             completed=found.step,
             epoch=found.epoch if found.in_epoch else None,
-            steps_in_epoch=int(found.program.get(STEPS_IN_EPOCH, 0)),
+            steps_in_epoch=int(found.program.get(run_state.STEPS_IN_EPOCH, 0)),
             begins=self._state.rewind_seeds,
         )
         return found
@@ -236,7 +230,7 @@ class Session(StreamMethods):
         self._guard = LossGuard(
             self._context, self._ranks, self._record, self._position, self._saver, self._state
         )
-        self._guard.resume(map(float, found.program.get(LOSSES, ())))
+        self._guard.resume(map(float, found.program.get(run_state.LOSSES, ())))
         awaits_state = bool(self._ranks.largest([self._state.awaits_first_step])[0])
         pace = Pace(
             settings.interval,
@@ -601,7 +595,7 @@ class Session(StreamMethods):
             self._release(wait=True, is_orderly=is_orderly)
 
     def _capture(self) -> Captured:
-        progress = TrainingProgress(
+        progress = run_state.TrainingProgress(
             step=self._loop.completed,
             seed=self.seed,
             epoch=self._position.epoch,
@@ -609,9 +603,9 @@ class Session(StreamMethods):
             data=self._position.describe(),
             best=self._metrics.best,
             program={
-                MADE_WITH: self._made_with,
-                STEPS_IN_EPOCH: self._position.steps_in_epoch,
-                LOSSES: self._guard.losses,
+                run_state.MADE_WITH: self._made_with,
+                run_state.STEPS_IN_EPOCH: self._position.steps_in_epoch,
+                run_state.LOSSES: self._guard.losses,
             },
         )
         return self._state.capture(progress)

@@ -18,18 +18,8 @@ from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.node.reporting import report
+from holdfast.contracts.spec import written
 from holdfast.contracts.spec.checkpoint import doubling_steps
-from holdfast.contracts.spec.written import (
-    DEFAULT,
-    ENVIRONMENT,
-    INTERVAL,
-    OF_PROGRAM,
-    OVERLAP,
-    PROGRAM,
-    SNAPSHOTS,
-    SPEC,
-    STAGING,
-)
 from holdfast.trainer.pacing.cadence import Interval
 from holdfast.trainer.slots.modes import DIRECTORY_KEY, IN_MEMORY, MEMORY, Staging
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
@@ -83,15 +73,15 @@ def choose(key: str, argument: Given, default: int | str = AUTO) -> Setting:
     """Return the value of the spec's `key` that counts; `argument` is the program's, or None."""
     own = argument
     if not isinstance(own, Argument):
-        own = None if own is None else Argument(own, PROGRAM)
-    if text := os.environ.get(OF_PROGRAM[key]):
+        own = None if own is None else Argument(own, written.PROGRAM)
+    if text := os.environ.get(written.OF_PROGRAM[key]):
         # Longer digits are no number of steps, and `int` refuses very long ones.
         is_count = text.isascii() and text.isdecimal() and len(text) < DIGITS_MAX
         value = int(text) if is_count else text
         return Setting(key, value, _source_of(key), None if own and own.is_default else own)
     if own is not None:
         return Setting(key, own.value, own.source)
-    return Setting(key, default, DEFAULT)
+    return Setting(key, default, written.DEFAULT)
 
 
 def _source_of(key: str) -> str:
@@ -99,7 +89,7 @@ def _source_of(key: str) -> str:
     try:
         return str(json.loads(os.environ.get(environment.SOURCES) or "{}")[key])
     except (ValueError, KeyError, TypeError):
-        return SPEC if os.environ.get(environment.RUN_DIRECTORY) else ENVIRONMENT
+        return written.SPEC if os.environ.get(environment.RUN_DIRECTORY) else written.ENVIRONMENT
 
 
 def _parsed(setting: Setting, parse: Callable[[int | str], T]) -> T:
@@ -107,9 +97,9 @@ def _parsed(setting: Setting, parse: Callable[[int | str], T]) -> T:
     try:
         return parse(setting.value)
     except ValueError as error:
-        if setting.source != ENVIRONMENT:
+        if setting.source != written.ENVIRONMENT:
             raise
-        raise SpecError(f"{OF_PROGRAM[setting.key]}: {error}") from error
+        raise SpecError(f"{written.OF_PROGRAM[setting.key]}: {error}") from error
 
 
 def _interval_of(setting: Setting) -> Interval:
@@ -137,14 +127,14 @@ def _staging_of(given: object) -> tuple[Setting, Staging]:
     """Return where steps are staged, with the program's own value, or None. Raises `SpecError`."""
     if given is not None and not isinstance(given, str):
         given = repr(given)
-    where = choose(STAGING, given, default=IN_MEMORY)
+    where = choose(written.STAGING, given, default=IN_MEMORY)
     directory = os.environ.get(environment.STAGING_DIRECTORY, "")
     found = _parsed(where, lambda value: Staging.parse(value, directory))
     # Only the program can still bring them together: a spec with both is refused.
     neighbour = os.environ.get(environment.CHECKPOINT_NEIGHBOUR)
     if neighbour and found.mode != IN_MEMORY:
         raise SpecError(
-            f"{STAGING} is {found.mode!r} ({where.source}), and checkpoint.neighbour of the spec "
+            f"{where.key} is {found.mode!r} ({where.source}), and checkpoint.neighbour of the spec "
             f"is {neighbour.lower()}: expected 'memory', because the copies of a neighbour need up "
             "to four times the memory of a node's checkpoint files; leave one of them out"
         )
@@ -170,12 +160,12 @@ class Settings:
         staging: str | None = None,
     ) -> Settings:
         """Return the settings with a program's own values, or None. Raises `SpecError`."""
-        every, kept = choose(INTERVAL, interval), choose(SNAPSHOTS, snapshots)
+        every, kept = choose(written.INTERVAL, interval), choose(written.SNAPSHOTS, snapshots)
         interval_of, rhythm_of = _interval_of(every), _parsed(kept, SnapshotRhythm)
-        given = None if overlap is None else Argument(_shown(overlap), PROGRAM)
-        late = choose(OVERLAP, given, default=_shown(False))
+        given = None if overlap is None else Argument(_shown(overlap), written.PROGRAM)
+        late = choose(written.OVERLAP, given, default=_shown(False))
         where, found = _staging_of(staging)
-        more = [one for one in (late, where) if one.source != DEFAULT]
+        more = [one for one in (late, where) if one.source != written.DEFAULT]
         return cls(interval_of, rhythm_of, (every, kept, *more), _parsed(late, _truth_of), found)
 
     @classmethod
@@ -184,16 +174,19 @@ class Settings:
 
         It takes no snapshots, and its copies do not continue during a step.
         """
-        every, asked = choose(INTERVAL, interval), choose(SNAPSHOTS, None, default=OFF)
-        lost = None if asked.source == DEFAULT else Argument(asked.value, asked.source)
-        none = Setting(SNAPSHOTS, OFF, because, lost)
+        every, asked = (
+            choose(written.INTERVAL, interval),
+            choose(written.SNAPSHOTS, None, default=OFF),
+        )
+        lost = None if asked.source == written.DEFAULT else Argument(asked.value, asked.source)
+        none = Setting(written.SNAPSHOTS, OFF, because, lost)
         chosen: tuple[Setting, ...] = (every, none)
-        late = choose(OVERLAP, None, default=_shown(False))
+        late = choose(written.OVERLAP, None, default=_shown(False))
         if _parsed(late, _truth_of):
             lost = Argument(late.value, late.source)
-            chosen = (*chosen, Setting(OVERLAP, _shown(False), because, lost))
+            chosen = (*chosen, Setting(written.OVERLAP, _shown(False), because, lost))
         where, found = _staging_of(None)
-        chosen = (*chosen, where) if where.source != DEFAULT else chosen
+        chosen = (*chosen, where) if where.source != written.DEFAULT else chosen
         return cls(_interval_of(every), SnapshotRhythm(OFF), chosen, staging=found)
 
     def announce(self, event: Callable[..., Any], rank: int) -> None:

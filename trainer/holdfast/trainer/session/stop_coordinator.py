@@ -16,14 +16,7 @@ from typing import Any, Final
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import AgreementError
-from holdfast.contracts.node.agreement import (
-    ROUNDS_MAX,
-    NodePort,
-    StatusPort,
-    agree_on_step,
-    answer_from_status_table,
-    ask_together,
-)
+from holdfast.contracts.node import agreement
 from holdfast.contracts.node.channel import ChannelHost, ChannelMember, DismissedError, Peer
 from holdfast.contracts.node.rank_status import NOWHERE, Proposal
 from holdfast.trainer.ranks.rank_context import RankContext
@@ -106,7 +99,9 @@ class StopCoordinator:
     def _oldest(self) -> int:
         """Return the oldest current step of any rank, or `NOWHERE` if a node does not answer."""
         try:
-            others = [int(each["oldest"]) for each in ask_together(self._peers(), _look_at)]
+            others = [
+                int(each["oldest"]) for each in agreement.ask_together(self._peers(), _look_at)
+            ]
         except ConnectionError:
             return NOWHERE
         return min([self._context.status_table.oldest_entered, *others])
@@ -114,9 +109,9 @@ class StopCoordinator:
     def _meet(self) -> None:
         """Bring all ranks together because of a bad loss. On failure, the next poll retries."""
         asked, first = self._asked, self._serial
-        self._serial += ROUNDS_MAX
+        self._serial += agreement.ROUNDS_MAX
         try:
-            step, _ = agree_on_step(self._ports(), first_serial=first, word=Proposal.SAVE)
+            step, _ = agreement.agree_on_step(self._ports(), first_serial=first, word=Proposal.SAVE)
         except (AgreementError, ConnectionError):
             return
         self._answered, self._meets_after = asked, step
@@ -126,9 +121,11 @@ class StopCoordinator:
         self._context.status_table.announce_stop(None)
         began = time.monotonic()
         for number in range(TRIES_MAX):
-            first = self._serial + number * ROUNDS_MAX
+            first = self._serial + number * agreement.ROUNDS_MAX
             try:
-                step, rounds = agree_on_step(self._ports(is_stop=True), first_serial=first)
+                step, rounds = agreement.agree_on_step(
+                    self._ports(is_stop=True), first_serial=first
+                )
             except (AgreementError, ConnectionError) as error:
                 self._note(EventKind.STOP_FAILED, reason=str(error), newest_step=self._newest())
                 if self._is_closing.wait(RETRY_S):
@@ -138,12 +135,12 @@ class StopCoordinator:
             self._note(EventKind.STOP_AGREED, step=step, rounds=rounds, waited_s=waited_s)
             return
 
-    def _ports(self, *, is_stop: bool = False) -> list[NodePort]:
-        ports: list[NodePort] = [StatusPort(self._context.status_table)]
+    def _ports(self, *, is_stop: bool = False) -> list[agreement.NodePort]:
+        ports: list[agreement.NodePort] = [agreement.StatusPort(self._context.status_table)]
         if self._host is not None:
             self._host.wait_for_peers()
             if is_stop:
-                ask_together(self._peers(), _announce)
+                agreement.ask_together(self._peers(), _announce)
         return [*ports, *self._peers()]
 
     def _newest(self) -> int:
@@ -171,7 +168,10 @@ class StopCoordinator:
             question = member.receive(POLL_S)
             if question is not None:
                 member.reply(
-                    **(answer_from_status_table(self._context.status_table, question) or {})
+                    **(
+                        agreement.answer_from_status_table(self._context.status_table, question)
+                        or {}
+                    )
                 )
 
     @staticmethod

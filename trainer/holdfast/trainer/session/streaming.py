@@ -16,8 +16,7 @@ from holdfast.trainer.data.sampler import note_on_open_loaders
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.session.lifetime import Lifetime, while_open
 from holdfast.trainer.state.run_state import ProgramState, Streams
-from holdfast.trainer.streams.convert import as_source, is_streaming_dataset
-from holdfast.trainer.streams.dataset import StreamDataset
+from holdfast.trainer.streams.convert import StreamDataset, as_source, is_streaming_dataset
 from holdfast.trainer.streams.loader import StreamLoader, StreamOptions
 from holdfast.trainer.streams.mosaic import StreamingLoader, check_arguments
 from holdfast.trainer.streams.source import SHARDS_MAX, Source

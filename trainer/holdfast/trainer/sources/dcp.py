@@ -105,11 +105,14 @@ def _paths(opened: Opened) -> dict[str, tuple[Any, ...]]:
 
 
 def _path(key: str, paths: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the path of a key in the nested state. Without one, its first word is its part."""
+    """Return the path of a key in the nested state."""
     found = paths.get(key)
-    if isinstance(found, tuple) and found:
-        return found
-    part, dot, rest = key.partition(".")
+    return found if isinstance(found, tuple) and found else split_name(key)
+
+
+def split_name(name: str) -> tuple[str, ...]:
+    """Return the path of a key without a known path: its part, then the name in that part."""
+    part, dot, rest = name.partition(".")
     return (part, rest) if dot else (part,)
 
 

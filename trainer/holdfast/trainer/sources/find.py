@@ -11,16 +11,10 @@ from typing import Any, Final
 from holdfast.contracts.errors import CheckpointError, ForeignFileError
 from holdfast.trainer.format.metadata import METADATA
 from holdfast.trainer.planning.compare_keys import shorten
+from holdfast.trainer.sources import tensors
 from holdfast.trainer.sources.dcp import read_dcp
 from holdfast.trainer.sources.deepspeed_zero import is_zero_folder, read_zero
 from holdfast.trainer.sources.safetensors_file import read_safetensors
-from holdfast.trainer.sources.tensors import (
-    SourceFiles,
-    SourcePart,
-    WeightsSource,
-    check_all,
-    twice,
-)
 from holdfast.trainer.sources.torch_file import read_torch
 
 AUTO: Final = "auto"
@@ -39,7 +33,7 @@ _SUFFIXES: Final[Mapping[str, tuple[str, ...]]] = {
 INDEX_BYTES_MAX: Final = 64 << 20
 
 
-def open_source(place: Path, form: str = AUTO, *, reads_dcp: bool = True) -> WeightsSource:
+def open_source(place: Path, form: str = AUTO, *, reads_dcp: bool = True) -> tensors.WeightsSource:
     """Return the weights in `place`, a directory or a file, without reading their bytes.
 
     `form` is one of `FORMS`. With `auto`, the first of safetensors, DCP, DeepSpeed and torch files
@@ -58,18 +52,18 @@ def open_source(place: Path, form: str = AUTO, *, reads_dcp: bool = True) -> Wei
             f"{shorten(sorted(names)) or 'no files'}"
         )
     if found == DCP:
-        files = SourceFiles(directory)
+        files = tensors.SourceFiles(directory)
         parts, left_out = read_dcp(files) if reads_dcp else ([], [])
     elif found == DEEPSPEED:
-        files = SourceFiles(directory)
+        files = tensors.SourceFiles(directory)
         parts, left_out = read_zero(files, directory, names)
     else:
-        files = SourceFiles.of(directory)
+        files = tensors.SourceFiles.of(directory)
         parts, left_out = _read_files(files, directory, found, names, is_file=place.is_file())
     # Of two files with one tensor, the order of their names would decide.
     _check_twice(parts, place)
-    check_all(parts, files, place)
-    return WeightsSource(
+    tensors.check_all(parts, files, place)
+    return tensors.WeightsSource(
         *(place, files.base, found, tuple(parts), files.states, tuple(left_out)),
         is_snapshot=files.is_snapshot,
     )
@@ -113,12 +107,12 @@ def _expected(form: str) -> str:
 
 
 def _read_files(
-    files: SourceFiles, directory: Path, form: str, names: Sequence[str], *, is_file: bool
-) -> tuple[list[SourcePart], list[str]]:
+    files: tensors.SourceFiles, directory: Path, form: str, names: Sequence[str], *, is_file: bool
+) -> tuple[list[tensors.SourcePart], list[str]]:
     """Return the tensors of all files of a form, and what else the files have."""
     index = None if is_file else _index_of(files, directory, form, names)
     chosen = sorted(set(index.values())) if index is not None else _choose(directory, form, names)
-    parts: list[SourcePart] = []
+    parts: list[tensors.SourcePart] = []
     left_out: list[str] = []
     for name in chosen:
         if name not in names:
@@ -142,7 +136,9 @@ def _read_files(
     return parts, left_out
 
 
-def _reader(form: str) -> Callable[[SourceFiles, str], tuple[list[SourcePart], list[str]]]:
+def _reader(
+    form: str,
+) -> Callable[[tensors.SourceFiles, str], tuple[list[tensors.SourcePart], list[str]]]:
     if form == TORCH:
         return read_torch
     return lambda files, path: (read_safetensors(files, path), [])
@@ -161,7 +157,7 @@ def _choose(directory: Path, form: str, names: Sequence[str]) -> list[str]:
 
 
 def _index_of(
-    files: SourceFiles, directory: Path, form: str, names: Sequence[str]
+    files: tensors.SourceFiles, directory: Path, form: str, names: Sequence[str]
 ) -> dict[str, str] | None:
     """Return the file of each tensor by the folder's index, or None without an index."""
     if _INDEX[form] not in names:
@@ -189,8 +185,8 @@ def _is_file_name(name: Any) -> bool:
     return is_plain and "/" not in name and "\0" not in name
 
 
-def _check_twice(parts: Sequence[SourcePart], place: Path) -> None:
-    again = twice([part.name for part in parts if not any(part.offsets)])
+def _check_twice(parts: Sequence[tensors.SourcePart], place: Path) -> None:
+    again = tensors.twice([part.name for part in parts if not any(part.offsets)])
     if again:
         raise CheckpointError(
             f"{place}: {shorten(again)}: several of its files have this tensor; expected each "

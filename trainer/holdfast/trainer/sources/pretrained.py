@@ -13,22 +13,16 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from holdfast.contracts.errors import CheckpointError, KeyMismatchError
 from holdfast.trainer.arguments import check_path
 from holdfast.trainer.format.metadata import Opened, pick_entries
 from holdfast.trainer.format.saved_boxes import BoxTable, SavedBoxes
-from holdfast.trainer.loading.agreement import agree
 from holdfast.trainer.loading.checkpoint import check_all
 from holdfast.trainer.loading.reader import LoadReport, load_state, open_together
 from holdfast.trainer.planning.compare_keys import Selection, shorten
-from holdfast.trainer.ranks.collective import ControlGroup
+from holdfast.trainer.ranks.collective import ControlGroup, agree
 from holdfast.trainer.sources.dcp import weights_in
 from holdfast.trainer.sources.find import DCP, DEEPSPEED, open_source
 from holdfast.trainer.sources.tensors import (
@@ -62,13 +56,13 @@ def opened_from(source: WeightsSource) -> Opened:
         first.setdefault(key, part)
         boxes[key].extend(_boxes_of(part, source))
     by_key = {key: _table(found, first[key], numbers) for key, found in boxes.items()}
-    metadata = Metadata(
+    metadata = dcp.Metadata(
         state_dict_metadata={
-            key: TensorStorageMetadata(
-                properties=TensorProperties(dtype=first[key].dtype),
+            key: dcp.TensorStorageMetadata(
+                properties=dcp.TensorProperties(dtype=first[key].dtype),
                 size=torch.Size(first[key].shape),
                 # The reader takes the boxes from the table.
-                chunks=list[ChunkStorageMetadata](),
+                chunks=list[dcp.ChunkStorageMetadata](),
             )
             for key in by_key
         },
@@ -206,7 +200,7 @@ def _target(state: TrainState, opened: Opened, pick: Selection) -> dict[str, Any
     odd = []
     for name, value in target["model"].items():
         entry = saved.get(f"{MODEL}{name}")
-        if isinstance(entry, TensorStorageMetadata) and pick.takes(f"{MODEL}{name}"):
+        if isinstance(entry, dcp.TensorStorageMetadata) and pick.takes(f"{MODEL}{name}"):
             kinds = _kind(entry.properties.dtype), _kind(value.dtype)
             if kinds[0] != kinds[1]:
                 odd.append(f"{MODEL}{name}: {entry.properties.dtype} to {value.dtype}")

@@ -23,13 +23,7 @@ from torch.serialization import StorageType
 from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.format.plain_load import finder, plain_makers
 from holdfast.trainer.format.plain_pickle import Maker, RefusedPickle, read_pickle
-from holdfast.trainer.sources.tensors import (
-    ByteSegment,
-    SourceFiles,
-    SourcePart,
-    check_shape,
-    is_contiguous,
-)
+from holdfast.trainer.sources import tensors
 
 PICKLE_BYTES_MAX: Final = 64 << 20
 DIRECTORY_BYTES_MAX: Final = 32 << 20
@@ -52,7 +46,7 @@ class Stored:
 
     @property
     def is_contiguous(self) -> bool:
-        return is_contiguous(self.sizes, self.strides)
+        return tensors.is_contiguous(self.sizes, self.strides)
 
     @property
     def extent(self) -> int:
@@ -109,7 +103,7 @@ class _Window(io.RawIOBase):
         return content
 
 
-def read_torch(files: SourceFiles, path: str) -> tuple[list[SourcePart], list[str]]:
+def read_torch(files: tensors.SourceFiles, path: str) -> tuple[list[tensors.SourcePart], list[str]]:
     """Return the weights in the `torch.save` file `path`, and the names of what else it has.
 
     The file holds a state dict, or a dict with one under `model` or `state_dict`. Raises
@@ -217,7 +211,7 @@ def _has_tensors(value: dict[Any, Any]) -> bool:
     return False
 
 
-def part_of(name: Any, value: Any, path: str, where: str) -> SourcePart:
+def part_of(name: Any, value: Any, path: str, where: str) -> tensors.SourcePart:
     """Return the part of one entry of a state dict. Raises `CheckpointError` for other values."""
     if not isinstance(name, str):
         raise CheckpointError(f"{where}: the key {name!r} is no text; expected a parameter's name")
@@ -227,14 +221,14 @@ def part_of(name: Any, value: Any, path: str, where: str) -> SourcePart:
             f"{where}: {name}: it is a {kind}, expected a dense tensor; leave it out of the state "
             "dict and save that again"
         )
-    shape = check_shape(name, value.sizes, value.dtype, where)
+    shape = tensors.check_shape(name, value.sizes, value.dtype, where)
     strides = None if value.is_contiguous else value.strides
     if strides is not None and 0 in strides:
         raise CheckpointError(
             f"{where}: {name}: it is an expanded tensor; save it with .contiguous()"
         )
-    return SourcePart.whole(
-        name, value.dtype, shape, [ByteSegment(path, value.offset, value.extent)], strides
+    return tensors.SourcePart.whole(
+        name, value.dtype, shape, [tensors.ByteSegment(path, value.offset, value.extent)], strides
     )
 
 

@@ -14,11 +14,10 @@ import torch
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.records.topology import GLOBAL_BATCHES, LIMITS
 from holdfast.contracts.version import holdfast_version
-from holdfast.trainer.format.metadata_dump import encode_storage_meta
+from holdfast.trainer.format.opcodes import encode_storage_meta
 from holdfast.trainer.placed import PlacedName, SavePlace
-from holdfast.trainer.planning.layout import Layout, files_of
-from holdfast.trainer.planning.train_state_file import encode_train_state
-from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.planning.layout import Layout, encode_train_state, files_of
+from holdfast.trainer.ranks.topology import Identity
 from holdfast.trainer.slots.slot_table import SlotTable
 
 

@@ -20,12 +20,7 @@ from typing import Any, Final
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import SpecError
@@ -160,7 +155,7 @@ class Fresh:
         problems += self._find_refused(flat, own, pick)
         return problems + self._find_shared(flat, own, pick)
 
-    def _wanted(self, entries: Mapping[str, STORAGE_TYPES], forms: Forms) -> dict[str, Any]:
+    def _wanted(self, entries: Mapping[str, dcp.STORAGE_TYPES], forms: Forms) -> dict[str, Any]:
         """Return what a new launch would load `entries` into."""
         wanted = dict(self.values)
         prefix = f"{OPTIMIZER}."
@@ -286,10 +281,10 @@ def _without_memory(value: Any) -> torch.Tensor | None:
     return torch.empty(value.size(), dtype=value.dtype, device="meta")
 
 
-def _entry_of(value: Any) -> STORAGE_TYPES:
+def _entry_of(value: Any) -> dcp.STORAGE_TYPES:
     if not isinstance(value, torch.Tensor):
-        return BytesStorageMetadata()
-    return TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.size(), [])
+        return dcp.BytesStorageMetadata()
+    return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=value.dtype), value.size(), [])
 
 
 def _then_and_now(lines: Iterable[str]) -> list[str]:

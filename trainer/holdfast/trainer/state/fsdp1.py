@@ -15,31 +15,28 @@ import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.optim import Optimizer
 
 from holdfast.trainer.process import devices
 from holdfast.trainer.state.forms import STATE, SavedOptimizer, blank
 
-OPTIONS: Final = StateDictOptions(flatten_optimizer_state_dict=True)
+OPTIONS: Final = dcp.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def gather(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Return sharded state and options by key. No missing state is created."""
     with _as_if_stepped(optimizers):
-        found: dict[str, Any] = get_optimizer_state_dict(model, tuple(optimizers), options=OPTIONS)
+        found: dict[str, Any] = dcp.get_optimizer_state_dict(
+            model, tuple(optimizers), options=OPTIONS
+        )
     return found
 
 
 def wanted(found: dict[str, Any], saved: SavedOptimizer, model: nn.Module) -> None:
     """Add blank tensors, sharded like their parameters, for state that only `saved` has."""
-    for name, parameter in get_model_state_dict(model).items():
+    for name, parameter in dcp.get_model_state_dict(model).items():
         for path, entry in saved.state[name].entries.items() if name in saved.state else ():
             if f"{STATE}.{name}.{path}" not in found:
                 key = f"{STATE}.{name}.{path}"
@@ -63,7 +60,7 @@ def put_back(model: nn.Module, optimizers: Sequence[Optimizer], loaded: Mapping[
                 if parameter.requires_grad and not optimizer.state.get(parameter):
                     optimizer.state[parameter] = dict.fromkeys(names)
     with _as_if_stepped(optimizers):
-        set_optimizer_state_dict(model, tuple(optimizers), dict(loaded), options=OPTIONS)
+        dcp.set_optimizer_state_dict(model, tuple(optimizers), dict(loaded), options=OPTIONS)
 
 
 def _blank_shards(entry: TensorStorageMetadata, parameter: ShardedTensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer.format.marked_shards import refuse_marked_shard
+from holdfast.trainer.planning.rank_rows import refuse_marked_shard
 
 # Wrapper → the child whose name is not part of a canonical name.
 WRAPPERS: Final[Mapping[type[nn.Module], str]] = {

@@ -10,8 +10,8 @@ import torch
 
 # In `train_state.json`: the framework that wrote the files. Absent for files of DCP.
 FRAMEWORK: Final = "framework"
-# In `program` of the train state: see `made_with`, the complete steps of the current epoch, and the
-# last losses of rank 0, see `numerics`.
+# In `program` of the train state: see `not_restored`, the complete steps of the current epoch, and
+# the last losses of rank 0, see `numerics`.
 PROGRAM: Final = "program"
 MADE_WITH: Final = "made_with"
 STEPS_IN_EPOCH: Final = "steps_in_epoch"

@@ -30,7 +30,6 @@ from holdfast.trainer.state import fsdp1, own_loading, rng
 from holdfast.trainer.state.forms import Forms, SavedOptimizer
 from holdfast.trainer.state.fresh import FIT, Fresh, ResumeFit, describe
 from holdfast.trainer.state.imported import FORMAT, find_ties, is_imported, names_in
-from holdfast.trainer.state.local_buffers import warn_of_lost_states
 from holdfast.trainer.state.names import (
     Named,
     Views,
@@ -40,6 +39,7 @@ from holdfast.trainer.state.names import (
     is_fsdp1,
     merge_disjoint,
 )
+from holdfast.trainer.state.not_restored import warn_of_lost_states
 from holdfast.trainer.state.objects import EXTRA, SCHEDULER, Objects, Stateful, is_excluded
 from holdfast.trainer.state.optimizer_steps import StepWatch, group_sizes
 from holdfast.trainer.state.optimizers import (

@@ -7,9 +7,9 @@ with an index belongs in `data`.
 `division` is pure: which lane of which rank reads which shards, and how the last samples of an
 epoch are shared. `lanes` reads one lane, in the loader's worker. `loader` runs in the rank: it
 starts workers, counts what it delivered, and agrees with the other ranks when a division ends.
-`source` has the interface of a source, and `dataset` gives one to a framework's loader. `tar` and
-`mds` read formats of shards, through `files`. `convert` adapts what the packages `datasets`,
-`webdataset` and `torchdata` have. `mosaic` continues a `StreamingDataset` in its own order.
+`source` has the interface of a source, and opens files of shards, whose formats `tar` and `mds`
+read. `convert` adapts what the packages `datasets`, `webdataset` and `torchdata` have, and gives a
+source to a framework's loader. `mosaic` continues a `StreamingDataset` in its own order.
 """
 
 from __future__ import annotations
@@ -18,22 +18,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.trainer.streams.convert import NodeShards as NodeShards
-    from holdfast.trainer.streams.dataset import StreamDataset as StreamDataset
-    from holdfast.trainer.streams.loader import StreamLoader as StreamLoader
-    from holdfast.trainer.streams.mds import MdsShards as MdsShards
-    from holdfast.trainer.streams.mosaic import StreamingLoader as StreamingLoader
-    from holdfast.trainer.streams.source import Counted as Counted
-    from holdfast.trainer.streams.source import Source as Source
-    from holdfast.trainer.streams.source import TextLines as TextLines
-    from holdfast.trainer.streams.tar import TarShards as TarShards
+    from holdfast.trainer.streams.convert import NodeShards, StreamDataset
+    from holdfast.trainer.streams.loader import StreamLoader
+    from holdfast.trainer.streams.mds import MdsShards
+    from holdfast.trainer.streams.mosaic import StreamingLoader
+    from holdfast.trainer.streams.source import Counted, Source, TextLines
+    from holdfast.trainer.streams.tar import TarShards
 
 _MODULES = {
     "Counted": "source",
     "MdsShards": "mds",
     "NodeShards": "convert",
     "Source": "source",
-    "StreamDataset": "dataset",
+    "StreamDataset": "convert",
     "StreamLoader": "loader",
     "StreamingLoader": "mosaic",
     "TarShards": "tar",

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.contracts.disk.digests import digest_of
 from holdfast.contracts.errors import SpecError
@@ -484,3 +485,40 @@ class _Wrapped(Source):
     def open(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
         found: Iterator[tuple[Any, Any]] = self._given.open(shard, position)
         return found
+
+
+class StreamDataset(IterableDataset[Any]):
+    """A source with the arguments of `Session.stream` that belong to the data.
+
+    Give it to a framework, as in `DataLoader(StreamDataset(source, shuffle=True), batch_size=4)`.
+    The adapter reads it as `Session.stream` does. Without an adapter, and in an evaluation, an
+    iteration gives all samples in the order of the source.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        shuffle: bool = False,
+        buffer: int = 1000,
+        open_shards: int = 1,
+        seed: int | None = None,
+    ) -> None:
+        """Takes what `Session.stream` takes as a source, and its arguments of these names."""
+        super().__init__()
+        self.source, self.transform = source, transform
+        self.options: dict[str, Any] = {
+            "shuffle": shuffle,
+            "buffer": buffer,
+            "open_shards": open_shards,
+            "seed": seed,
+        }
+
+    def __iter__(self) -> Iterator[Any]:
+        source, info = as_source(self.source), get_worker_info()
+        names, finish = source.shards(), getattr(source, "finish_sample", None)
+        for name in names if info is None else names[info.id :: info.num_workers]:
+            for sample, _ in source.open(name, None):
+                found = sample if finish is None else finish(sample)
+                yield found if self.transform is None else self.transform(found)

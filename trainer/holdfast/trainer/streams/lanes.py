@@ -28,13 +28,7 @@ from torch.utils.data._utils import worker
 from holdfast.contracts.node.reporting import report
 from holdfast.trainer.data.order import permute
 from holdfast.trainer.state import rng
-from holdfast.trainer.streams.division import (
-    Cursor,
-    LaneState,
-    last_steps,
-    moved,
-    shares,
-)
+from holdfast.trainer.streams.division import Cursor, LaneState, last_steps, moved, shares
 from holdfast.trainer.streams.source import Source
 
 _END: Final = object()

@@ -29,8 +29,7 @@ from typing import IO, Any, Final
 import numpy as np
 
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.streams.files import CHECK_S, open_file, open_shard, size_of
-from holdfast.trainer.streams.source import Source
+from holdfast.trainer.streams.source import CHECK_S, Source, open_file, open_shard, size_of
 
 _NUMBER: Final = np.dtype("<u4")
 _SCALARS: Final = (

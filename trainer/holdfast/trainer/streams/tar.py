@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.streams.files import CHECK_S, open_file, open_shard, size_of
-from holdfast.trainer.streams.source import Source
+from holdfast.trainer.streams.source import CHECK_S, Source, open_file, open_shard, size_of
 
 BLOCK: Final = tarfile.BLOCKSIZE
 # Bytes after the end of the archive that are checked. Writers fill up to 10 kB with zeros.

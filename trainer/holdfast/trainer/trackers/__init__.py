@@ -10,11 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.trainer.trackers.mlflow import MlflowTracker as MlflowTracker
-    from holdfast.trainer.trackers.tensorboard import TensorBoardTracker as TensorBoardTracker
-    from holdfast.trainer.trackers.tracker import TrackedRun as TrackedRun
-    from holdfast.trainer.trackers.tracker import Tracker as Tracker
-    from holdfast.trainer.trackers.wandb import WandbTracker as WandbTracker
+    from holdfast.trainer.trackers.mlflow import MlflowTracker
+    from holdfast.trainer.trackers.tensorboard import TensorBoardTracker
+    from holdfast.trainer.trackers.tracker import TrackedRun, Tracker
+    from holdfast.trainer.trackers.wandb import WandbTracker
 
 __all__ = ["MlflowTracker", "TensorBoardTracker", "TrackedRun", "Tracker", "WandbTracker"]
 _MODULES = {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.trainer.versions import require
 
 if TYPE_CHECKING:
-    from holdfast.trainer.frameworks.accelerate.accelerator import Accelerator as Accelerator
+    from holdfast.trainer.frameworks.accelerate.accelerator import Accelerator
     from holdfast.trainer.frameworks.accelerate.loaders import (
         skip_first_batches as skip_first_batches,
     )

@@ -21,14 +21,10 @@ from holdfast.contracts.disk.filesystems import is_there
 from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import CheckpointError, NotFoundError, SpecError
 from holdfast.contracts.node.reporting import report
-from holdfast.trainer.frameworks.accelerate.loaders import (
-    is_loader,
-    skip_first_batches,
-    wrapped,
-)
-from holdfast.trainer.frameworks.program_loop.methods import LoopMethods
+from holdfast.trainer.frameworks.accelerate.loaders import is_loader, skip_first_batches, wrapped
 from holdfast.trainer.frameworks.program_loop.progress import LoopProgress
 from holdfast.trainer.frameworks.program_loop.training import (
+    LoopMethods,
     LoopTraining,
     Parts,
     Words,

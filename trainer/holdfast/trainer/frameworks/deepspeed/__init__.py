@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.trainer.versions import require
 
 if TYPE_CHECKING:
-    from holdfast.trainer.frameworks.deepspeed.session import DeepSpeedSession as DeepSpeedSession
+    from holdfast.trainer.frameworks.deepspeed.session import DeepSpeedSession
 
 __all__ = ["DeepSpeedSession"]
 

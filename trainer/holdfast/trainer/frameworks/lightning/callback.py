@@ -7,22 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    BatchSizeFinder,
-    Callback,
-    LearningRateFinder,
-    ModelPruning,
-    OnExceptionCheckpoint,
-    SpikeDetection,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch import callbacks
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.node.reporting import report
@@ -36,26 +23,30 @@ EVENTS_OF_STEP: Final = (
 )
 STRATEGIES: Final = (DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy)
 REFUSED: Final = {
-    OnExceptionCheckpoint: (
+    callbacks.OnExceptionCheckpoint: (
         "Holdfast resumes from its own newest checkpoint, and this callback makes Lightning load "
         "the file that it wrote. Remove it"
     ),
-    LearningRateFinder: "it trains inside of fit. Find the learning rate in a program of its own",
-    BatchSizeFinder: "it trains inside of fit. Find the batch size in a program of its own",
-    StochasticWeightAveraging: (
+    callbacks.LearningRateFinder: (
+        "it trains inside of fit. Find the learning rate in a program of its own"
+    ),
+    callbacks.BatchSizeFinder: (
+        "it trains inside of fit. Find the batch size in a program of its own"
+    ),
+    callbacks.StochasticWeightAveraging: (
         "it replaces the learning rate schedulers while it trains, and a resume begins with those "
         "of configure_optimizers, so the learning rates would differ. Use WeightAveraging or "
         "EMAWeightAveraging, and a schedule that ends as you want"
     ),
-    SpikeDetection: (
+    callbacks.SpikeDetection: (
         "Lightning cannot load its state, so no run could resume. Use Holdfast's own policy: "
         "supervision.numerics.on_spike in the spec"
     ),
-    ModelPruning: (
+    callbacks.ModelPruning: (
         "it replaces parameters of the model while it trains, and a resume begins with a model "
         "that has none of them. Prune in a program of its own, from a finished checkpoint"
     ),
-    BaseFinetuning: (
+    callbacks.BaseFinetuning: (
         "it adds groups of parameters to the optimizer while it trains, and a resume begins with "
         "those of configure_optimizers. Give all parameters to the optimizer from the start, and "
         "let a hook of your module set requires_grad by the epoch"
@@ -63,7 +54,7 @@ REFUSED: Final = {
 }
 
 
-class Holdfast(Callback):
+class Holdfast(callbacks.Callback):
     """Makes `Trainer.fit` fault tolerant: `Trainer(..., callbacks=[Holdfast()])`.
 
     `fit` resumes from the run's newest checkpoint that verifies. After a stop signal, all ranks
@@ -105,7 +96,7 @@ class Holdfast(Callback):
         self._fit: TrainerFit | None = None
         for event in EVENTS_OF_STEP:
             # Lightning leaves out what it cannot call. A subclass keeps its own methods.
-            if getattr(type(self), event) is getattr(Callback, event):
+            if getattr(type(self), event) is getattr(callbacks.Callback, event):
                 setattr(self, event, None)
 
     # Lightning calls all callbacks with (trainer, module).

@@ -29,7 +29,6 @@ from holdfast.trainer.frameworks.program_loop.loader import (
     WrappedLoader,
     wrap_sampler,
 )
-from holdfast.trainer.frameworks.program_loop.methods import LoopMethods
 from holdfast.trainer.frameworks.program_loop.order import (
     Batches,
     LoaderOrder,
@@ -38,7 +37,12 @@ from holdfast.trainer.frameworks.program_loop.order import (
 )
 from holdfast.trainer.frameworks.program_loop.progress import LoopProgress
 from holdfast.trainer.frameworks.program_loop.streamed import StreamedLoader
-from holdfast.trainer.frameworks.program_loop.training import LoopTraining, Parts, Words
+from holdfast.trainer.frameworks.program_loop.training import (
+    LoopMethods,
+    LoopTraining,
+    Parts,
+    Words,
+)
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.streamed import has_shards, is_stream, stream_arguments
 from holdfast.trainer.session.session import Session

@@ -12,20 +12,14 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils import data
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.node.reporting import report
 from holdfast.contracts.records.topology import FIXED, GLOBAL_BATCHES
 from holdfast.trainer.frameworks.program_loop.order import Batches
 
-DISTRIBUTED: Final = DistributedSampler.__name__
+DISTRIBUTED: Final = data.DistributedSampler.__name__
 ADVICE: Final = 'use strategy="ddp" and a loader over a dataset with an index'
 
 
@@ -117,8 +111,8 @@ def limits_of(shares: Sequence[SampleShare], streams: Set[int] = frozenset()) ->
 def has_order(loader: Any) -> bool:
     """Return True if a sampler orders the samples, so that batches can be skipped unread."""
     return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
+        isinstance(loader, data.DataLoader)
+        and not isinstance(loader.dataset, data.IterableDataset)
         and loader.batch_sampler is not None
     )
 
@@ -141,8 +135,11 @@ def batch_size(loader: Any) -> int | None:
 
 def _distribute(loader: Any, saved: SampleShare, rank: int, ranks: int) -> None:
     """Give `loader` the sampler that it had on several ranks, even on one rank."""
-    if has_order(loader) and type(sampler_of(loader)) in {RandomSampler, SequentialSampler}:
-        sampler: Any = DistributedSampler(
+    if has_order(loader) and type(sampler_of(loader)) in {
+        data.RandomSampler,
+        data.SequentialSampler,
+    }:
+        sampler: Any = data.DistributedSampler(
             loader.dataset,
             num_replicas=ranks,
             rank=rank,

@@ -9,6 +9,5 @@ and the random generators.
 | `loader.py` | a loader that reports each batch |
 | `streamed.py` | a loader over a stream, which the session reads |
 | `progress.py` | the passes under way, and the counters of the run |
-| `training.py` | the session, the epochs and the end of each step |
-| `methods.py` | what a program calls |
+| `training.py` | the session, the epochs, the end of each step, and what a program calls |
 """

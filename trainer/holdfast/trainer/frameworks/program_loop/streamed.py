@@ -11,11 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from holdfast.trainer.frameworks.program_loop.loader import (
-    Iterate,
-    ResumedEpoch,
-    WrappedLoader,
-)
+from holdfast.trainer.frameworks.program_loop.loader import Iterate, ResumedEpoch, WrappedLoader
 from holdfast.trainer.frameworks.program_loop.order import Batches, Generators, Start
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.streams.loader import StreamLoader

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.trainer.versions import require
 
 if TYPE_CHECKING:
-    from holdfast.trainer.frameworks.torchtitan.loader import TokenDataLoader as TokenDataLoader
+    from holdfast.trainer.frameworks.torchtitan.loader import TokenDataLoader
     from holdfast.trainer.frameworks.torchtitan.manager import (
         CheckpointManager as CheckpointManager,
     )

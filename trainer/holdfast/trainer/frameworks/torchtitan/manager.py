@@ -24,12 +24,7 @@ from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.records.topology import FIXED, GLOBAL_BATCHES
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.torchtitan.loader import TokenDataLoader
-from holdfast.trainer.frameworks.torchtitan.settings import (
-    best_of,
-    check,
-    excluded,
-    given,
-)
+from holdfast.trainer.frameworks.torchtitan.settings import best_of, check, excluded, given
 from holdfast.trainer.frameworks.torchtitan.streamed import stream_of
 from holdfast.trainer.loading.checkpoint import load_checkpoint
 from holdfast.trainer.state.objects import RankLimited, copy_states_of

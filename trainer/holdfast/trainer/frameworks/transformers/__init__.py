@@ -15,25 +15,17 @@ from holdfast.trainer.versions import require
 
 if TYPE_CHECKING:
     from holdfast.trainer.frameworks.transformers.trainer import (
-        HoldfastCallback as HoldfastCallback,
+        HoldfastCallback,
+        Seq2SeqTrainer,
+        Trainer,
+        attach,
     )
-    from holdfast.trainer.frameworks.transformers.trainer import (
-        Seq2SeqTrainer as Seq2SeqTrainer,
-    )
-    from holdfast.trainer.frameworks.transformers.trainer import Trainer as Trainer
-    from holdfast.trainer.frameworks.transformers.trainer import attach as attach
 
 __all__ = ["HoldfastCallback", "Seq2SeqTrainer", "Trainer", "attach"]
-_MODULES = {
-    "HoldfastCallback": "trainer",
-    "Seq2SeqTrainer": "trainer",
-    "Trainer": "trainer",
-    "attach": "trainer",
-}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
     require("transformers")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"{__name__}.trainer"), name)

@@ -27,24 +27,17 @@ from holdfast.contracts.plain_text import counted
 from holdfast.trainer.data.order import local_batch, micro_parts
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.transformers.checks import check_arguments
-from holdfast.trainer.frameworks.transformers.fetching import (
-    FetchStates,
-    keep_remainder,
-    watched,
-)
-from holdfast.trainer.frameworks.transformers.kept import changing_modules, check_names
+from holdfast.trainer.frameworks.transformers.fetching import FetchStates, keep_remainder, watched
 from holdfast.trainer.frameworks.transformers.progress import (
     NOTHING,
     EpochPlace,
     RankShare,
     Todo,
     TrainerProgress,
+    changing_modules,
+    check_names,
 )
-from holdfast.trainer.frameworks.transformers.streams import (
-    StreamEpochs,
-    stream_of,
-    without_skips,
-)
+from holdfast.trainer.frameworks.transformers.streams import StreamEpochs, stream_of, without_skips
 from holdfast.trainer.process.program import program_stem
 from holdfast.trainer.ranks.collective import attempt
 from holdfast.trainer.ranks.rank_context import choose_directory
