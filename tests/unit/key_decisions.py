@@ -41,7 +41,7 @@ from holdfast.workers.decisions.places import ReturnWatch, reason_to_move
 from holdfast.workers.decisions.policy import decide, decide_in_place, fits_any
 from holdfast.workers.decisions.sizes import allowed_sizes
 from holdfast.workers.nodes.heartbeats import interval_s
-from holdfast.workers.runs.pending import is_overdue
+from holdfast.workers.runs.tending import is_overdue
 
 
 def sizes(**elastic: Any) -> tuple[int, ...]:

@@ -45,8 +45,8 @@ from holdfast.flows.blocks import root_of
 from holdfast.flows.deployments import api_url, open_client
 from holdfast.flows.flow_run_states import state_before_scheduling
 from holdfast.flows.givers import giver, message_of, of_flow_run
+from holdfast.flows.parameters import SpecParameter
 from holdfast.flows.prefect_events import PREFECT, PrefectEvents
-from holdfast.flows.spec_form import SpecParameter
 from holdfast.flows.supervisor.cancellation import (
     cancel_on_signal,
     cancel_run_of_flow,

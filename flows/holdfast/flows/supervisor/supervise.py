@@ -43,7 +43,7 @@ from holdfast.workers.decisions.growth import CapacityObservation, find_growth
 from holdfast.workers.decisions.places import ReturnWatch, place_of
 from holdfast.workers.decisions.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.nodes.heartbeats import HeartbeatWatch, clock_problems, read_heartbeats
-from holdfast.workers.runs import drained_nodes, operator, restarts, successors
+from holdfast.workers.runs import operator, restarts, successors
 from holdfast.workers.runs.attempts import (
     Absences,
     abandon_reservation,
@@ -55,13 +55,17 @@ from holdfast.workers.runs.attempts import (
     is_unsubmitted,
     resume_submission,
 )
-from holdfast.workers.runs.commit_comments import CommitComments
 from holdfast.workers.runs.endings import complete_goodput
 from holdfast.workers.runs.feasibility import Feasibility
 from holdfast.workers.runs.operator import move_on, return_when_free
-from holdfast.workers.runs.pending import allow_hosts_again, take_back_overdue
 from holdfast.workers.runs.reconcile import reconcile
 from holdfast.workers.runs.run_folders import keep_reserve, require_own, why_not_submitted
+from holdfast.workers.runs.tending import (
+    CommitComments,
+    allow_hosts_again,
+    take_back_overdue,
+    tell_drained_nodes,
+)
 from holdfast.workers.schedulers import ask_capacity, executor_for
 from holdfast.workers.schedulers.slurm_capacity import Room
 
@@ -454,7 +458,7 @@ class Supervisor:
         self._limits.look(history, journal)
         self._grow(history)
         restarts.tend(history, journal)
-        drained_nodes.tend(history)
+        tell_drained_nodes(history)
         self._comments.tend(history)
         if message := successors.tend(history, journal, now=now):
             self.log.info("%s", message)

@@ -10,8 +10,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.api.series.models import HeatHost, HeatLaunch, HeatMap, HeatValue, RankMeans
-from holdfast.api.series.ranges import TimeRange
+from holdfast.api.series.models import (
+    HeatHost,
+    HeatLaunch,
+    HeatMap,
+    HeatValue,
+    RankMeans,
+    TimeRange,
+)
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.plain_text import plain_line
 from holdfast.workers.nodes.calibration import SLOW_FACTOR, SLOW_SHARE

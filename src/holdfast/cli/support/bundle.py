@@ -368,8 +368,7 @@ def _add_slowness(archive: Archive, paths: RunPaths, attempts: list[AttemptPaths
     """Add what tells of slow ranks, nodes and links: journal lines, and values over time."""
     from holdfast.api.series.gpus import read_gpus
     from holdfast.api.series.heat import RANKS_MAX, read_heat_map
-    from holdfast.api.series.models import HeatValue
-    from holdfast.api.series.ranges import TimeRange
+    from holdfast.api.series.models import HeatValue, TimeRange
 
     lines = [one.model_dump(mode="json") for one in load_events(paths) if one.kind in SLOWNESS]
     archive.add_json("slowness.json", lines[-SLOW_LINES_MAX:])

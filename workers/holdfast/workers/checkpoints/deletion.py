@@ -27,7 +27,7 @@ from holdfast.contracts.disk.durable import (
 )
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.leases import readers, storage_time
-from holdfast.contracts.disk.manifest import read_tombstone
+from holdfast.contracts.disk.manifest import committed_checkpoints, read_tombstone
 from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.disk.paths import (
     MANIFEST,
@@ -52,7 +52,6 @@ from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.checkpoints import retention
 from holdfast.workers.checkpoints.retention import KeepVerdict
 from holdfast.workers.checkpoints.trainer_call import NEUTRAL_FOLDER
-from holdfast.workers.runs.manifests import committed_checkpoints
 
 # Delete the copies of a run's deleted checkpoints from its mirror.
 #
