@@ -16,8 +16,9 @@ from tests.support.runs import RunFolder
 from holdfast.contracts.disk.journal import EventKind, read_journal
 from holdfast.contracts.disk.roots import ensure_root_id, read_root_id
 from holdfast.contracts.errors import LineageError
+from holdfast.lineage.database.schema import schema_problem
 from holdfast.lineage.database.schema_changes import upgrade
-from holdfast.lineage.database.transactions import open_database, schema_problem
+from holdfast.lineage.database.transactions import open_database
 from holdfast.lineage.ingest import disk, run_ingest
 from holdfast.lineage.ingest.reindex import reindex
 from holdfast.lineage.ingest.run_ingest import ingest_run

@@ -22,6 +22,7 @@ from holdfast.contracts.disk import filesystems
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.lineage.database import sqlite_file
+from holdfast.lineage.database.schema import current_revision
 from holdfast.lineage.database.schema_changes import connect_for_migration, downgrade, upgrade
 from holdfast.lineage.database.sqlite_file import (
     MIGRATIONS,
@@ -31,7 +32,7 @@ from holdfast.lineage.database.sqlite_file import (
 )
 from holdfast.lineage.database.states import STORED_EDGES, CheckpointState
 from holdfast.lineage.database.tables import METADATA
-from holdfast.lineage.database.transactions import current_revision, open_database
+from holdfast.lineage.database.transactions import open_database
 
 PEOPLE_AT_ONCE = 6
 

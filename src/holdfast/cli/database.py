@@ -51,10 +51,9 @@ def downgrade(
 @db.command()
 def current(as_json: AsJson = False) -> None:
     """Show the schema's revision, and whether this version can use it."""
-    from holdfast.lineage.database import sqlite_file
-    from holdfast.lineage.database.transactions import current_revision, schema_problem
+    from holdfast.lineage.database import schema, sqlite_file
 
-    found, problem = current_revision(), schema_problem()
+    found, problem = schema.current_revision(), schema.schema_problem()
     facts = {
         "revision": found,
         "head": sqlite_file.head_revision(),

@@ -21,9 +21,9 @@ from holdfast.lineage.database.engine import (
     translate_errors,
 )
 from holdfast.lineage.database.limits import MIGRATIONS
+from holdfast.lineage.database.schema import current_revision, newer_schema
 from holdfast.lineage.database.sqlite_file import MIGRATIONS as SCRIPTS
 from holdfast.lineage.database.sqlite_file import known_revisions, prepare_file
-from holdfast.lineage.database.transactions import current_revision, newer_schema
 
 # Alembic keeps its state in module globals, so only one thread of a process may migrate at a time.
 _MIGRATING: Final = threading.Lock()

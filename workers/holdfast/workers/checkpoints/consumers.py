@@ -17,16 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from holdfast.contracts import errors
 from holdfast.contracts.disk.durable import fsync_directory, make_directory
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import MANIFEST, ConsumerPaths, RunPaths
-from holdfast.contracts.errors import (
-    HoldfastError,
-    SchedulerError,
-    SchedulerUnavailableError,
-    SpecError,
-)
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.records.attempt import (
     Claim,
@@ -170,7 +165,7 @@ class Consumers:
             return ""
         manifests = []
         for name, _ in committed:
-            with contextlib.suppress(HoldfastError, OSError):
+            with contextlib.suppress(errors.HoldfastError, OSError):
                 if (found := read_manifest(self.paths.checkpoint(name))) is not None:
                     manifests.append(found)
         order = ranked(with_reported(manifests, history.events), rule.metric, rule.mode)
@@ -210,10 +205,10 @@ class Consumers:
                 write_document(paths.submission, submission)
             else:
                 self._processes[paths.number] = self._spawn(history, paths, consumer)
-        except SchedulerUnavailableError:
+        except errors.SchedulerUnavailableError:
             # It may have been accepted. The next turn looks for it.
             raise
-        except (SchedulerError, OSError) as error:
+        except (errors.SchedulerError, OSError) as error:
             self._close(paths, f"it was not started: {error}")
 
     def _reserve(self) -> ConsumerPaths:
@@ -271,9 +266,9 @@ class Consumers:
                 order = read_document(ConsumerOrder, paths.order)
                 claim = read_document(Claim, paths.claim)
                 outcome = self._lost(paths, order, claim)
-        except SchedulerUnavailableError:
+        except errors.SchedulerUnavailableError:
             raise
-        except HoldfastError as error:
+        except errors.HoldfastError as error:
             outcome = ConsumerOutcome.failed(f"its records cannot be read: {error}")
         if outcome is not None:
             self._end(use, consumer, outcome, uses, journal)
@@ -364,7 +359,7 @@ class Consumers:
                 if metrics:
                     facts = {"by": use.consumer, "consumer": use.consumer}
                     report(self.paths, use.checkpoint, metrics, journal=journal, **facts)
-            except SpecError as error:
+            except errors.SpecError as error:
                 is_done, reason = False, str(error)
         state = state_after(consumer, use.tries, is_done=is_done)
         self._write(_with(use, state, reason=reason), uses, journal)
