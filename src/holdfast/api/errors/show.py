@@ -9,16 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from holdfast.api.errors import models
 from holdfast.api.errors.files import ErrorFiles, ReadBudget
-from holdfast.api.errors.models import (
-    AttemptErrors,
-    DifferingFact,
-    ErrorEntry,
-    ErrorSource,
-    LaunchDifference,
-    LaunchName,
-    RunErrors,
-)
 from holdfast.api.errors.records import (
     BAD_ENDINGS,
     BAD_STATES,
@@ -152,9 +144,9 @@ def compare_launches(
     failed: LaunchFacts,
     worked: LaunchFacts | None,
     requests: Mapping[int, Mapping[str, Any]],
-) -> LaunchDifference:
+) -> models.LaunchDifference:
     """Return what differs. `requests` are the attempts' requests as JSON, without secrets."""
-    facts: list[DifferingFact] = []
+    facts: list[models.DifferingFact] = []
     if worked is not None:
         known = requests.get(worked.attempt), requests.get(failed.attempt)
         # Where one request cannot be read, the other one shows no difference.
@@ -163,10 +155,14 @@ def compare_launches(
         now = _all_facts(failed, requested[1] or {}, worked)
         for name in dict.fromkeys([*before, *now]):
             if before.get(name) != now.get(name):
-                facts.append(DifferingFact(name=name, before=before.get(name), now=now.get(name)))
-    return LaunchDifference(
-        failed=LaunchName(attempt=failed.attempt, number=failed.number),
-        worked=None if worked is None else LaunchName(attempt=worked.attempt, number=worked.number),
+                facts.append(
+                    models.DifferingFact(name=name, before=before.get(name), now=now.get(name))
+                )
+    return models.LaunchDifference(
+        failed=models.LaunchName(attempt=failed.attempt, number=failed.number),
+        worked=None
+        if worked is None
+        else models.LaunchName(attempt=worked.attempt, number=worked.number),
         reached=_reached(failed),
         facts=facts[:FACTS_MAX],
         left_out=max(0, len(facts) - FACTS_MAX),
@@ -241,7 +237,7 @@ class ErrorSources:
     """
 
     view: RunView
-    known: Sequence[AttemptErrors]
+    known: Sequence[models.AttemptErrors]
     attempt: int
     events: Sequence[Event]
     resumed: Sequence[Event]
@@ -257,7 +253,7 @@ def read_errors(
     secrets: Sequence[str],
     *,
     attempt: int | None = None,
-) -> RunErrors:
+) -> models.RunErrors:
     """Return why an attempt failed, by default the newest that has errors.
 
     `saved` returns the rows of the newest checkpoints. Raises `NotFoundError` if the run has no
@@ -282,7 +278,7 @@ def read_errors(
 
 def _choose_attempt(
     view: RunView, ended: Iterable[Event], attempt: int | None
-) -> tuple[list[AttemptErrors], int | None]:
+) -> tuple[list[models.AttemptErrors], int | None]:
     """Return the attempts with errors, and `attempt` or the newest of them.
 
     `ended` are lines about the ends of launches. Raises `NotFoundError` if the run has no such
@@ -298,7 +294,7 @@ def _choose_attempt(
     return known, attempt
 
 
-def find_errors(paths: RunPaths, sources: ErrorSources, secrets: Sequence[str]) -> RunErrors:
+def find_errors(paths: RunPaths, sources: ErrorSources, secrets: Sequence[str]) -> models.RunErrors:
     """Return why an attempt failed, from what is known of it and from its files."""
     number, events = sources.attempt, sources.events
     row = next(one for one in sources.view["attempts"] if one["number"] == number)
@@ -315,7 +311,7 @@ def find_errors(paths: RunPaths, sources: ErrorSources, secrets: Sequence[str]) 
         records += _by_outcome(records, row, failed)
     merged = merge_errors(records, {end.number: end for end in failed})
     entries = [_entry(one, secrets, n < TRACEBACKS_MAX) for n, one in enumerate(merged)]
-    return RunErrors(
+    return models.RunErrors(
         run=paths.name,
         attempt=number,
         attempts=list(sources.known[-ATTEMPTS_MAX:]),
@@ -331,7 +327,7 @@ def find_errors(paths: RunPaths, sources: ErrorSources, secrets: Sequence[str]) 
 
 def attempts_with_errors(
     attempts: Iterable[AttemptView], events: Iterable[Event]
-) -> list[AttemptErrors]:
+) -> list[models.AttemptErrors]:
     """Return the attempts that failed, and those with a launch that crashed or hung."""
     launches: dict[int, list[int]] = {}
     for event in events:
@@ -346,7 +342,7 @@ def attempts_with_errors(
         if bad or one["state"] in BAD_STATES:
             state, cause = one["state"], one["cause"]
             found.append(
-                AttemptErrors(
+                models.AttemptErrors(
                     number=one["number"], state=state, cause=cause, launches=sorted({*bad})
                 )
             )
@@ -375,7 +371,7 @@ def _by_outcome(
     record = ErrorRecord(
         attempt=row["number"],
         launch=failed[-1].number if failed else 0,
-        source=ErrorSource.AGENT,
+        source=models.ErrorSource.AGENT,
         kind=kind,
         text=text,
         failure=RankFailure(rank=rank, exit_code=1, traceback=traceback),
@@ -384,14 +380,14 @@ def _by_outcome(
     return [record]
 
 
-def _entry(error: EqualErrors, secrets: Sequence[str], has_traceback: bool) -> ErrorEntry:
+def _entry(error: EqualErrors, secrets: Sequence[str], has_traceback: bool) -> models.ErrorEntry:
     leader, ranks = error.leader, error.ranks
     code = leader.failure.exit_code if leader.failure else None
     traceback = leader.traceback if has_traceback else ""
     # Masked first: a part could begin or end inside a secret.
     masked = redact_text(traceback, secrets)[-TRACEBACK_CHARACTERS_MAX:]
     until = error.until if len(error.records) > 1 and error.until > leader.at else None
-    return ErrorEntry(
+    return models.ErrorEntry(
         attempt=leader.attempt,
         launch=leader.launch or None,
         source=leader.source,
@@ -414,7 +410,7 @@ def _entry(error: EqualErrors, secrets: Sequence[str], has_traceback: bool) -> E
 
 def _difference(
     paths: RunPaths, sources: ErrorSources, failed: Sequence[LaunchEnd], secrets: Sequence[str]
-) -> LaunchDifference | None:
+) -> models.LaunchDifference | None:
     """Return what differs between the last launch that failed and the last that worked before."""
     launches = launches_of(sources.view["attempts"], sources.resumed)
     mine = [one for one in launches if one.attempt == sources.attempt]
@@ -455,9 +451,9 @@ def _beats(attempt: AttemptPaths) -> list[NodeBeat]:
         return []
 
 
-def no_errors(run: str) -> RunErrors:
+def no_errors(run: str) -> models.RunErrors:
     """Return the answer for a run of which no attempt has errors."""
-    return RunErrors(
+    return models.RunErrors(
         run=run,
         attempt=None,
         attempts=[],
