@@ -1,5 +1,7 @@
 """The revision of a database's schema, and whether this version of Holdfast can use it."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from sqlalchemy import URL, NullPool, inspect, select, text
