@@ -26,13 +26,13 @@ from slurm_config import ClusterSpec
 from slurm_errors import ClusterError
 
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import newest_committed
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.records.attempt import Claim, read_document
 from holdfast.contracts.records.history import load_events
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.runs import operator
-from holdfast.workers.runs.manifests import newest_committed
 from holdfast.workers.runs.run_folders import create_run
 from holdfast.workers.schedulers import executor_for
 from holdfast.workers.schedulers.slurm_client import expand_hosts

@@ -14,8 +14,8 @@ from tests.process.local_runs import LocalRun, wait_until
 
 from holdfast.cli.main import main
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.states import AttemptState
-from holdfast.workers.runs.manifests import committed_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -15,12 +15,12 @@ from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 from tests.support.agent_ranks import ranks_of, waiting_ranks
 
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import newest_committed
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.records.attempt import StopFile, write_document
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.workers.decisions.policy import decide
 from holdfast.workers.runs import operator
-from holdfast.workers.runs.manifests import newest_committed
 
 # A program with this sleep must be ended long before it is over.
 SLEEP_S = 400.0

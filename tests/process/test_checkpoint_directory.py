@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from holdfast.cli.main import app
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.leases import reading, storage_time
-from holdfast.contracts.disk.manifest import read_tombstone
+from holdfast.contracts.disk.manifest import committed_checkpoints, read_tombstone
 from holdfast.contracts.disk.paths import RunPaths, hold, plain_checkpoint
 from holdfast.contracts.errors import ForeignFileError, PreflightError
 from holdfast.contracts.states import AttemptState
@@ -26,7 +26,6 @@ from holdfast.lineage.queries.run_queries import find_checkpoint
 from holdfast.trainer.loading.checkpoint import find_directory
 from holdfast.workers.checkpoints import deletion
 from holdfast.workers.runs import preflight, run_folders
-from holdfast.workers.runs.manifests import committed_checkpoints
 
 NOBODY = 65_534
 

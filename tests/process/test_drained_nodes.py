@@ -23,7 +23,7 @@ from tests.support.played_nodes import PlayedJob
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.records.attempt import Submission, write_document
 from holdfast.contracts.states import AttemptState
-from holdfast.workers.runs import drained_nodes
+from holdfast.workers.runs.tending import tell_drained_nodes
 from holdfast.workers.schedulers import slurm_client
 
 pytestmark = [pytest.mark.more, pytest.mark.timeout(300)]
@@ -73,7 +73,7 @@ class PlayedController:
 
     def tend(self) -> None:
         """Do what the supervisor does in each turn."""
-        drained_nodes.tend(self._job.run.history())
+        tell_drained_nodes(self._job.run.history())
 
     def _play(self, command: str, answer: str) -> None:
         path = self._folder / command

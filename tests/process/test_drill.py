@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[2] / "infra" / "filesystems"))
 from caching_mount import mounted
 from served_mounts import served
 
-from holdfast.workers.runs.manifests import committed_checkpoints
+from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast_bench.drills import rehearsal
 from holdfast_bench.drills.campaign import Plan, drill_throw_away
 from holdfast_bench.drills.rehearsal import TestbedContext

@@ -15,6 +15,7 @@ from tests.support.runs import RunFolder
 from tests.support.storage import small_storage
 
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.errors import HoldfastError, SpecError
 from holdfast.contracts.records.attempt import Outcome, read_document
 from holdfast.contracts.records.history import load_history
@@ -26,7 +27,6 @@ from holdfast.workers.agent.leading import failed_outcome
 from holdfast.workers.checkpoints import deletion
 from holdfast.workers.decisions.policy import decide
 from holdfast.workers.runs import operator, run_folders
-from holdfast.workers.runs.manifests import committed_checkpoints
 
 MB = 1 << 20
 DISK_MB = 24

@@ -27,7 +27,7 @@ from holdfast.contracts.errors import NotFoundError
 from holdfast.lineage.database import states, tables
 from holdfast.lineage.database.schema_changes import upgrade
 from holdfast.lineage.database.transactions import Database, open_database
-from holdfast.lineage.ingest import disk, run_ingest
+from holdfast.lineage.ingest import disk
 from holdfast.lineage.ingest.disk import Survey
 from holdfast.lineage.ingest.reindex import reindex
 from holdfast.lineage.ingest.run_ingest import ingest_run
@@ -113,7 +113,7 @@ def test_no_lock_is_held_while_a_folder_is_read(
         return real(paths)
 
     with open_database(f"sqlite:///{place}") as opened:
-        monkeypatch.setattr(run_ingest, "survey", slow_survey)
+        monkeypatch.setattr(disk, "survey", slow_survey)
         ingest_run(opened, folder.paths)
         assert writes
         assert run_queries.show_run(opened, str(folder.paths.directory))["run"] == "gpt"
@@ -134,7 +134,7 @@ def test_folder_is_read_again_if_another_process_wrote_meanwhile(
             ingest_run(database, folder.paths)
         return seen
 
-    monkeypatch.setattr(run_ingest, "survey", overtaken)
+    monkeypatch.setattr(disk, "survey", overtaken)
     ingest_run(database, folder.paths)
     assert len(set(looks)) == 2
     shown = run_queries.show_run(database, str(folder.paths.directory))

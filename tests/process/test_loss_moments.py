@@ -20,12 +20,11 @@ from tests.process.test_lost_nodes import events, launches, ranks_of, uninterrup
 from tests.support.played_nodes import PlayedJob, manifest_at, tensors_at
 
 from holdfast.contracts.disk.journal import EventKind
-from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.manifest import committed_checkpoints, read_manifest
 from holdfast.contracts.disk.paths import PARTS, CheckpointName
 from holdfast.contracts.records.attempt import Outcome, newest_term
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.trainer.flusher.commit import part_name
-from holdfast.workers.runs.manifests import committed_checkpoints
 
 pytestmark = [pytest.mark.more, pytest.mark.timeout(600)]
 

@@ -11,8 +11,8 @@ from tests.process.local_runs import LocalRun, wait_until
 from tests.support.metadata_server import AwsService, serving
 
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.runs.manifests import committed_checkpoints
 
 LEAD_S = 60.0
 

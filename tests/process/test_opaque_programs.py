@@ -16,6 +16,7 @@ from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 
 from holdfast.contracts.account.timeline import goodput_of
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.parameters import load_spec
@@ -25,7 +26,6 @@ from holdfast.lineage.queries.pages import list_checkpoints
 from holdfast.workers.checkpoints import retention, verification
 from holdfast.workers.decisions.policy import decide
 from holdfast.workers.runs import operator
-from holdfast.workers.runs.manifests import committed_checkpoints
 
 PROGRAM = Path(__file__).with_name("opaque_program.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "opaque"

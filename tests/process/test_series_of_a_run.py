@@ -10,8 +10,7 @@ import pytest
 from tests.process.local_runs import LocalRun, wait_until
 
 from holdfast.api.series.heat import read_heat_map
-from holdfast.api.series.models import HeatMap, HeatValue
-from holdfast.api.series.ranges import TimeRange
+from holdfast.api.series.models import HeatMap, HeatValue, TimeRange
 from holdfast.contracts.states import AttemptState
 
 PROGRAM = Path(__file__).with_name("loader_program.py")

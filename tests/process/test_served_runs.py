@@ -25,6 +25,7 @@ from tests.process.test_lineage_ingest import dump
 
 from holdfast.contracts.disk.filesystems import filesystem_of
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.records.attempt import Request, Submission
 from holdfast.contracts.records.history import AttemptView
@@ -34,7 +35,6 @@ from holdfast.lineage.ingest.reindex import reindex
 from holdfast.lineage.ingest.run_ingest import ingest_run
 from holdfast.workers import schedulers
 from holdfast.workers.nodes.root_probe import find_problems
-from holdfast.workers.runs.manifests import committed_checkpoints
 from holdfast.workers.schedulers.base import JobStatus
 from holdfast.workers.schedulers.slurm import SlurmExecutor
 

@@ -13,12 +13,12 @@ from tests.process.local_runs import LocalRun, wait_until
 
 from holdfast.contracts.disk.filesystems import filesystem_of
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.runs import operator
-from holdfast.workers.runs.manifests import committed_checkpoints
 
 STEPS: Final = 300
 # Less than half a minute, so nothing has waited for a cache that is a minute out of date.

@@ -11,7 +11,7 @@ from slurm_cluster import SlurmCluster
 from tests.process.local_runs import LocalRun, wait_until
 from tests.slurm.test_lost_nodes import supervised
 
-from holdfast.workers.runs import commit_comments
+from holdfast.workers.runs import tending
 from holdfast.workers.schedulers import slurm_client
 
 OWN = "for paper=7 and more"
@@ -23,7 +23,7 @@ RESOURCES = {"executor": "slurm", "gpus_per_node": 1, "partition": "spot", **COM
 def test_a_job_s_comment_has_its_newest_commit_and_keeps_its_own_words(
     slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit_comments, "CHANGE_S", 1.0)
+    monkeypatch.setattr(tending, "CHANGE_S", 1.0)
     run = LocalRun(
         tmp_path / "root",
         resources=RESOURCES,

@@ -14,13 +14,13 @@ from tests.slurm.test_lost_nodes import run_on_all, supervised
 from holdfast.contracts.disk import leases
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.leases import readers
+from holdfast.contracts.disk.manifest import newest_committed
 from holdfast.contracts.disk.paths import MANIFEST
 from holdfast.contracts.records.attempt import Claim, Submission, read_document
 from holdfast.contracts.records.consumers import ConsumerState, Use, uses_in
 from holdfast.contracts.states import Cause
 from holdfast.workers.checkpoints import deletion
 from holdfast.workers.runs import operator
-from holdfast.workers.runs.manifests import newest_committed
 
 WAIT_S = 300.0
 # Each start leaves a mark with its name, and waits for a file.

@@ -21,10 +21,10 @@ from tests.slurm.test_lost_nodes import run_on_all, supervised
 from tests.slurm.test_successors import ANOTHER_UID, cancel_others, jobs_of
 
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import newest_committed
 from holdfast.contracts.errors import PreflightError
 from holdfast.contracts.states import Cause, RunState
 from holdfast.workers.runs import preflight
-from holdfast.workers.runs.manifests import newest_committed
 from holdfast.workers.schedulers import executor_for, slurm_client
 
 TWO_NODES = {"executor": "slurm", "nodes": 2, "gpus_per_node": 1, "partition": "spot"}

@@ -20,7 +20,7 @@ from holdfast.flows.supervisor.submission import submit_next
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.runs import operator
-from holdfast.workers.runs.pending import allow_hosts_again
+from holdfast.workers.runs.tending import allow_hosts_again
 from holdfast.workers.schedulers import slurm_client
 from holdfast_bench.live_drills.kinds import KINDS, Recovery
 from holdfast_bench.live_drills.runner import drill_live

@@ -12,8 +12,8 @@ import pytest
 from tests.process import opaque_program
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 
+from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.runs.manifests import committed_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 

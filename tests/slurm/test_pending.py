@@ -18,7 +18,7 @@ from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.runs import operator
-from holdfast.workers.runs.pending import take_back_overdue
+from holdfast.workers.runs.tending import take_back_overdue
 from holdfast.workers.schedulers import executor_for
 
 HELD = {"executor": "slurm", "gpus_per_node": 2, "partition": "spot", "extra": {"hold": True}}

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from holdfast.cli.main import app
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.errors import PreflightError, SchedulerUnavailableError
 from holdfast.contracts.records.attempt import Submission, read_document
 from holdfast.contracts.records.history import AttemptView
@@ -35,7 +36,6 @@ from holdfast.lineage.index import Index
 from holdfast.workers.decisions.grace import warnings_of
 from holdfast.workers.decisions.policy import decide
 from holdfast.workers.runs import operator, preflight
-from holdfast.workers.runs.manifests import committed_checkpoints
 from holdfast.workers.schedulers import executor_for, slurm_client
 from holdfast.workers.schedulers.slurm_client import SLURM_STATES
 

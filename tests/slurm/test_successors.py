@@ -18,9 +18,9 @@ from tests.process.local_runs import LocalRun, wait_until
 from tests.slurm.test_lost_nodes import run_on_all, supervised
 
 from holdfast.contracts.disk.journal import EventKind
+from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.workers.nodes.heartbeats import read_heartbeats
-from holdfast.workers.runs.manifests import committed_checkpoints
 from holdfast.workers.schedulers import slurm_client
 
 ALL_NODES = {"executor": "slurm", "nodes": 4, "gpus_per_node": 1, "partition": "spot"}

@@ -21,7 +21,7 @@ from tests.unit.test_numerics import BACK, LATER, NAN, names
 from tests.unit.test_spec_effects import merged
 from tests.unit.test_workers_places import ELSEWHERE, pending_at, spec_with
 
-from holdfast.contracts.account.prices import Held, costs_of, prices_of
+from holdfast.contracts.account.goodput import Held, costs_of, prices_of
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.spec.keep_rules import kept_by_rules
@@ -41,7 +41,7 @@ from holdfast.workers.decisions.places import ReturnWatch, reason_to_move
 from holdfast.workers.decisions.policy import decide, decide_in_place, fits_any
 from holdfast.workers.decisions.sizes import allowed_sizes
 from holdfast.workers.nodes.heartbeats import interval_s
-from holdfast.workers.runs.pending import is_overdue
+from holdfast.workers.runs.tending import is_overdue
 
 
 def sizes(**elastic: Any) -> tuple[int, ...]:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.contracts.account import goodput
-from holdfast.contracts.account.goodput import PARTS
-from holdfast.contracts.account.prices import Prices, costs_of
+from holdfast.contracts.account.goodput import PARTS, Prices, costs_of
 from holdfast.contracts.account.timeline import KINDS, TimelineMark, launches_of
 from holdfast.contracts.records.tally import LaunchSpan, Span
 from holdfast.lineage.queries.totals import GoodputTotals, Money

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.support.runs import RunFolder
 
+from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.history import load_history
 from holdfast.flows.supervisor.submission import submit_next
@@ -16,7 +17,6 @@ from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.checkpoints import deletion
 from holdfast.workers.checkpoints.retention import KeepVerdict
-from holdfast.workers.runs.manifests import committed_checkpoints
 
 pytestmark = pytest.mark.usefixtures("home")
 

@@ -17,6 +17,7 @@ from tests.unit.test_spec_effects import merged, problems_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
+from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.contracts.spec.keep_rules import kept_by_rules
@@ -25,7 +26,6 @@ from holdfast.trainer import load_checkpoint, load_pretrained
 from holdfast.trainer.session.settings import Settings
 from holdfast.workers.checkpoints.retention import Facts, plan_prune
 from holdfast.workers.decisions.sizes import allowed_sizes, choose_gpus
-from holdfast.workers.runs.manifests import committed_checkpoints
 
 # A value of each keep rule.
 RULES: Final[dict[str, Any]] = {

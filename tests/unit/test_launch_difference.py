@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from holdfast.api.errors.difference import (
+from holdfast.api.errors.show import (
     FACTS_MAX,
     LaunchFacts,
     compare_launches,

@@ -196,9 +196,9 @@ def counted_looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         looks.append(paths.name)
         return real(paths)
 
-    monkeypatch.setattr(run_ingest, "survey", look)
+    monkeypatch.setattr(disk, "survey", look)
     yield looks
-    monkeypatch.setattr(run_ingest, "survey", real)
+    monkeypatch.setattr(disk, "survey", real)
 
 
 def look_again(index: Index) -> None:
@@ -383,12 +383,12 @@ def test_a_large_change_takes_several_transactions(
         written.append(len(changes))
 
     def overtake(connection: Any, uid: str, changes: Any) -> None:
-        monkeypatch.setattr(run_ingest, "write_checkpoints", write)
+        monkeypatch.setattr(run_writes, "write_checkpoints", write)
         real(connection, uid, changes)
         # Another process writes before the next transaction.
         connection.exec_driver_sql("UPDATE runs SET fingerprint = 'another'")
 
-    monkeypatch.setattr(run_ingest, "write_checkpoints", overtake if is_beside else write)
+    monkeypatch.setattr(run_writes, "write_checkpoints", overtake if is_beside else write)
     for _ in range(2):
         ingest_run(database, story.paths, fresh=is_fresh)
         assert dump(database) == wanted

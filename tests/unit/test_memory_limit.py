@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.node.memory import group_room
+from holdfast.contracts.node.limits import group_room
 from holdfast.trainer import Session
 from holdfast.trainer.planning import ranks
 from holdfast.trainer.planning.ranks import check_memory

@@ -34,9 +34,10 @@ from holdfast.workers.agent.watch.nccl_ras import (
     ANSWER_BYTES_MAX,
     CUT_FILE,
     FILE,
+    describe,
+    read_answer,
     start_asking,
 )
-from holdfast.workers.agent.watch.ras_answer import describe, read_answer
 from holdfast.workers.agent.watch.silence import RankStatus
 from holdfast.workers.agent.watch.stacks import StackTaker, StackTarget
 from holdfast.workers.nodes.calibration import PhaseTimes

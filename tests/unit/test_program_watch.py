@@ -15,13 +15,12 @@ from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
-from holdfast.contracts.disk.manifest import GONE, REPLACED, Manifest
+from holdfast.contracts.disk.manifest import GONE, REPLACED, Manifest, committed_checkpoints
 from holdfast.contracts.node.rank_status import NOWHERE
 from holdfast.contracts.records.history import load_events
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.watch.program_watch import ProgramWatch
 from holdfast.workers.checkpoints.own_checkpoints import CheckpointPattern, OwnCheckpoint
-from holdfast.workers.runs.manifests import committed_checkpoints
 from holdfast.workers.runs.request import build_request
 from holdfast.workers.runs.run_folders import read_record
 

@@ -15,8 +15,7 @@ from tests.support.series import add_ranks, header, write_gpus, write_ranks
 
 from holdfast.api.series.gpus import read_gpus
 from holdfast.api.series.heat import ALPHABET, LEVELS, encode, read_heat_map
-from holdfast.api.series.models import HeatMap, HeatValue
-from holdfast.api.series.ranges import TimeRange
+from holdfast.api.series.models import HeatMap, HeatValue, TimeRange
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.workers.nodes.gpus import GpuBeat
 from holdfast.workers.nodes.series import (

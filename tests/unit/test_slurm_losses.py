@@ -25,8 +25,8 @@ from holdfast.lineage.index import Index
 from holdfast.workers.decisions.causes import classify
 from holdfast.workers.decisions.policy import Decision, wait_after_refusal
 from holdfast.workers.runs import endings, operator, reconcile, run_folders, successors
-from holdfast.workers.runs.pending import allow_hosts_again, is_overdue
 from holdfast.workers.runs.request import build_request
+from holdfast.workers.runs.tending import allow_hosts_again, is_overdue
 from holdfast.workers.runs.until_capacity import UNTIL_CAPACITY, ready_runs
 from holdfast.workers.schedulers.base import FORGOTTEN
 from holdfast.workers.schedulers.slurm import SlurmExecutor

@@ -10,7 +10,7 @@ from tests.support.histories import NOW, attempt_of, history_of, spec_of
 from holdfast.contracts.disk.journal import PENDING_TIMEOUT
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.decisions.policy import decide, fits_any
-from holdfast.workers.runs.pending import is_overdue, smaller_size
+from holdfast.workers.runs.tending import is_overdue, smaller_size
 
 ON_SLURM = {"executor": "slurm", "gpus_per_node": 4}
 LIMIT = {"supervision": {"pending_timeout_min": 10}, "resources": ON_SLURM}

@@ -15,8 +15,8 @@ from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.decisions.places import ReturnWatch, place_after, reason_to_move
 from holdfast.workers.decisions.policy import decide
-from holdfast.workers.runs.pending import is_overdue
 from holdfast.workers.runs.request import build_request
+from holdfast.workers.runs.tending import is_overdue
 from holdfast.workers.schedulers.slurm_capacity import free_gpus, wanted_of
 
 ELSEWHERE = {"partition": "spot-b", "after_min": 10}

@@ -22,7 +22,7 @@ from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import EventKind, journal_lock
 from holdfast.contracts.disk.leases import reading
-from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk.manifest import committed_checkpoints, read_manifest
 from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.records.history import load_history, pinned_checkpoints
@@ -31,7 +31,6 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.checkpoints import deletion, retention
 from holdfast.workers.checkpoints.retention import Facts
 from holdfast.workers.runs import operator
-from holdfast.workers.runs.manifests import committed_checkpoints
 
 STEPS = (10, 20, 30, 40)
 

@@ -17,15 +17,8 @@ from prefect.types.entrypoint import EntrypointType
 from prefect.workers.base import BaseWorker
 
 from holdfast.contracts.errors import ServiceError, SpecError
-from holdfast.flows import operations
+from holdfast.flows import deployments, operations
 from holdfast.flows.blocks import register_blocks
-from holdfast.flows.deployments import (
-    DEPLOYMENT,
-    open_client,
-    read_block,
-    read_deployment,
-    translate_errors,
-)
 from holdfast.flows.train import train
 
 POOL: Final = "holdfast"
@@ -67,8 +60,10 @@ def create_automations(notification: str = "") -> list[str]:
     deployment, or cannot be used.
     """
     done = []
-    with open_client() as client:
-        block = str(read_block(client, *_parts(notification)).id) if notification else ""
+    with deployments.open_client() as client:
+        block = (
+            str(deployments.read_block(client, *_parts(notification)).id) if notification else ""
+        )
         wanted = [one for one in shipped() if block or not is_alert(one)]
         ready = [_with_ids(client, one, block) for one in wanted]
         for automation in ready:
@@ -99,7 +94,7 @@ def _with_ids(client: SyncPrefectClient, automation: dict[str, Any], block: str)
     found = copy.deepcopy(automation)
     for action in found["actions"]:
         if _DEPLOYMENT in action:
-            action[_DEPLOYMENT] = str(read_deployment(client, action[_DEPLOYMENT]).id)
+            action[_DEPLOYMENT] = str(deployments.read_deployment(client, action[_DEPLOYMENT]).id)
         if _BLOCK in action:
             action[_BLOCK] = block
     return found
@@ -112,7 +107,7 @@ def deploy(pool: str = POOL, pool_type: str = "") -> list[str]:
     `POOL_TYPES`; empty: that of the pool, or `process` for a new one. Raises `ServiceError`, also
     for a pool of another type.
     """
-    with open_client() as client:
+    with deployments.open_client() as client:
         register_blocks()
         try:
             found = client.read_work_pool(pool).type
@@ -136,7 +131,7 @@ def deploy(pool: str = POOL, pool_type: str = "") -> list[str]:
 def _deploy(flow: Flow[Any, Any], pool: str) -> str:
     # A module entry point runs the installed package. A file would add its folder to `sys.path`.
     deployment = flow.to_deployment(
-        name=DEPLOYMENT,
+        name=deployments.DEPLOYMENT,
         work_pool_name=pool,
         entrypoint_type=EntrypointType.MODULE_PATH,
         description=" ".join((flow.fn.__doc__ or "").split("\n\n")[0].split()),
@@ -144,6 +139,6 @@ def _deploy(flow: Flow[Any, Any], pool: str) -> str:
         job_variables={"env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}},
     )
     assert isinstance(deployment, RunnerDeployment), "called outside of any event loop"
-    with translate_errors():
+    with deployments.translate_errors():
         deployment.apply()
-    return f"{flow.name}/{DEPLOYMENT}"
+    return f"{flow.name}/{deployments.DEPLOYMENT}"

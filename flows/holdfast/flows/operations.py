@@ -28,8 +28,7 @@ from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.flows.givers import cancelled_by, giver
-from holdfast.flows.parameters import load_spec
-from holdfast.flows.spec_form import SpecParameter, SpecTable
+from holdfast.flows.parameters import SpecParameter, SpecTable, load_spec
 from holdfast.flows.start import start_if_alone
 from holdfast.flows.supervisor import cancellation, secrets
 from holdfast.flows.supervisor.redactor import Log, Redactor

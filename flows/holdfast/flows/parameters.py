@@ -16,9 +16,17 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import (
+    BaseModel,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import ForeignFileError, NotFoundError, SpecError
@@ -446,3 +454,43 @@ def _parse_yaml(path: Path, text: str) -> Any:
     from holdfast.flows.spec_yaml import parse_yaml
 
     return parse_yaml(path, text)
+
+
+# The type of a flow's parameter `spec`, from which Prefect draws a form and validates input.
+#
+# A flow gets what was given, unchanged: a run spec must be read with its overrides, and a recorded
+# spec by other rules. Prefect's server validates by the schema of `RunSpec` before anything runs.
+
+SpecPath = Annotated[
+    str,
+    Field(
+        title="Path of a spec",
+        description="absolute path of a TOML or YAML file, where the flow runs",
+        # Prefect prints schemas as markup of rich, in which `[/` closes a tag.
+        pattern=r"^(/|~).*\.(toml|ya?ml)$",
+    ),
+]
+
+
+class _Form:
+    """Accepts any value; its schema is that of `kind`."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        # Any value, because a spec is read with its overrides, and a recorded one by other rules.
+        return core_schema.any_schema()
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return handler(TypeAdapter(self._kind).core_schema)
+
+
+# A run spec, the path of one, or nothing. Of a choice, Prefect's UI cannot mark the wrong key.
+SpecParameter = Annotated[dict[str, Any] | str | None, _Form(RunSpec | SpecPath | None)]
+# A run spec, whose wrong keys Prefect's UI marks.
+SpecTable = Annotated[dict[str, Any], _Form(RunSpec)]

@@ -26,16 +26,10 @@ from prefect.runtime import deployment as current_deployment
 from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled, Running, Suspended
 
+from holdfast.contracts import errors
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.environment import PAGE_URL, problem_with_address
-from holdfast.contracts.errors import (
-    HoldfastError,
-    OrdersChangedError,
-    RunFailedError,
-    ServiceError,
-    SpecError,
-)
 from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.history_cache import load_tallied
@@ -45,8 +39,9 @@ from holdfast.flows.blocks import root_of
 from holdfast.flows.deployments import api_url, open_client
 from holdfast.flows.flow_run_states import state_before_scheduling
 from holdfast.flows.givers import giver, message_of, of_flow_run
+from holdfast.flows.parameters import SpecParameter
 from holdfast.flows.prefect_events import PREFECT, PrefectEvents
-from holdfast.flows.spec_form import SpecParameter
+from holdfast.flows.supervisor import summary
 from holdfast.flows.supervisor.cancellation import (
     cancel_on_signal,
     cancel_run_of_flow,
@@ -57,15 +52,6 @@ from holdfast.flows.supervisor.carry import given_spec, is_under_way, take_up
 from holdfast.flows.supervisor.redactor import Log, Redactor
 from holdfast.flows.supervisor.secrets import require
 from holdfast.flows.supervisor.submission import JOURNAL, submit_next
-from holdfast.flows.supervisor.summary import (
-    HEADINGS,
-    cells,
-    describe_progress,
-    end_reason,
-    log_end,
-    recorded_progress,
-    summarize,
-)
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
@@ -128,7 +114,10 @@ def artifacts(history: RunHistory) -> Iterator[tuple[str, Artifact]]:
     step, total, text = _progress(history)
     if total:
         yield "progress", Artifact("progress", 100.0 * min(step / total, 1.0), text)
-    rows = [dict(zip(HEADINGS, map(_cell, cells(one)), strict=True)) for one in history.attempts]
+    rows = [
+        dict(zip(summary.HEADINGS, map(_cell, summary.cells(one)), strict=True))
+        for one in history.attempts
+    ]
     yield "attempts", Artifact("table", json.dumps(rows), "The attempts of the run")
     yield "run", Artifact("markdown", _markdown(history, text), "Progress, links and lineage")
 
@@ -164,7 +153,7 @@ def _markdown(history: RunHistory, progress: str) -> str:
     page = "" if problem else os.environ.get(PAGE_URL, "").rstrip("/")
     name = f"[{paths.name}]({page}/runs/{quote(paths.name)})" if page else f"`{paths.name}`"
     lines = [f"# Run {name}", "", f"{history.state.value}: {progress}", ""]
-    lines += [describe_progress(history).text, "", f"Folder: `{paths.directory}`", ""]
+    lines += [summary.describe_progress(history).text, "", f"Folder: `{paths.directory}`", ""]
     lines += [f"No links to the page: {problem}", ""] if problem else []
     if history.attempts:
         logs = paths.attempt(history.attempts[-1].number).directory
@@ -339,7 +328,7 @@ class FlowRunLink:
         try:
             message = operator.request(self._paths, action, writer=JOURNAL, **facts)
             self._log.info("%s", message)
-        except HoldfastError as error:
+        except errors.HoldfastError as error:
             self._log.warning("Prefect's request to %s the run is refused: %s", action, error)
 
     def _name(self, client: SyncPrefectClient, state: State[Any], name: str) -> None:
@@ -355,7 +344,7 @@ class FlowRunLink:
     ) -> None:
         """Create or update the artifacts, if the run has changed or `ARTIFACTS_S` have passed."""
         self._shown_for_s += LOOK_S
-        progress = recorded_progress(history)
+        progress = summary.recorded_progress(history)
         if not is_last and progress == self._shown and self._shown_for_s < ARTIFACTS_S:
             return
         for end, artifact in artifacts(history):
@@ -386,7 +375,7 @@ def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
     try:
         with open_client() as client:
             states = client.read_flow_run_states(UUID(flow_run))
-    except ServiceError as error:
+    except errors.ServiceError as error:
         # The run needs its supervisor in any case.
         log.warning("Prefect does not say why this flow run was started again: %s", error)
         return
@@ -403,7 +392,7 @@ def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
     by, seen = of_flow_run(current_flow_run.name or flow_run), history.newest_order
     try:
         log.info("%s", operator.request(paths, action, by=by, writer=JOURNAL, seen=seen))
-    except OrdersChangedError as error:
+    except errors.OrdersChangedError as error:
         log.warning("Prefect's request to %s the run is dropped: %s", action, error)
 
 
@@ -461,7 +450,9 @@ def train(
     with redactor.errors(), Index() as index:
         if spec is None:
             if run is None or overrides:
-                raise SpecError("spec: nothing given; expected a run spec, the path of one, or run")
+                raise errors.SpecError(
+                    "spec: nothing given; expected a run spec, the path of one, or run"
+                )
             return supervise_here(run_folders.find_run(home, run), index, redactor)
         run_spec = given_spec(spec, overrides or (), home, run)
         if root is None and run is None:
@@ -531,10 +522,10 @@ def _events(paths: RunPaths, redactor: Redactor) -> PrefectEvents:
 
 def conclude(history: RunHistory, log: Log, redactor: Redactor) -> dict[str, Any] | State[Any]:
     """Log how the run ended, and return its summary, or the state Cancelled, to Prefect."""
-    log_end(history, redactor.log(log))
-    reason = redactor.text(end_reason(history))
+    summary.log_end(history, redactor.log(log))
+    reason = redactor.text(summary.end_reason(history))
     if history.state is RunState.COMPLETED:
-        return summarize(history, reason)
+        return summary.summarize(history, reason)
     if history.state is RunState.CANCELLED:
         return Cancelled(message=f"{history.paths.name}: {reason}")
-    raise RunFailedError(f"{history.paths.name} {history.state}: {reason}")
+    raise errors.RunFailedError(f"{history.paths.name} {history.state}: {reason}")

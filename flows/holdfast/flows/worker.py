@@ -22,13 +22,7 @@ import anyio
 import anyio.abc
 from anyio.to_thread import run_sync
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
-)
+from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import InfrastructureNotFound, ObjectNotFound
@@ -46,12 +40,7 @@ from holdfast.contracts.errors import HoldfastError, SchedulerUnavailableError
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.flows.flow_run_states import last_begun_at, times_scheduled
-from holdfast.flows.supervisor.cancellation import (
-    cancel_run,
-    find_supervised,
-    home_of,
-    last_supervision,
-)
+from holdfast.flows.supervisor import cancellation
 from holdfast.flows.supervisor.flow_lock import FlowLock
 from holdfast.flows.supervisor.redactor import Log
 from holdfast.workers.schedulers.flow_places import (
@@ -353,7 +342,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         """Ask the run of a flow run to end; return False if the flow run has none."""
         paths = self._find_run(flow_run)
         if paths is not None:
-            self._logger.info("%s", cancel_run(paths, flow_run, state))
+            self._logger.info("%s", cancellation.cancel_run(paths, flow_run, state))
         return paths is not None
 
     def _is_there(self, place: FlowPlace, child: subprocess.Popen[bytes] | None) -> bool:
@@ -420,10 +409,10 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
             await anyio.sleep(ZOMBIES_S)
 
     async def _look_at_others(self) -> None:
-        states = FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CRASHED])
-        pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[self._work_pool_name]))
+        states = filters.FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CRASHED])
+        pool = filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[self._work_pool_name]))
         found = await self.client.read_flow_runs(
-            flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=states)),
+            flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=states)),
             work_pool_filter=pool,
             sort=FlowRunSort.START_TIME_DESC,
             limit=ZOMBIES_MAX,
@@ -457,7 +446,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
             return False
         begun_at = last_begun_at(await self._prefect.states(flow_run.id))
         paths = self._find_run(flow_run)
-        taken = None if paths is None else await run_sync(last_supervision, paths)
+        taken = None if paths is None else await run_sync(cancellation.last_supervision, paths)
         has_come = taken is not None and taken.time >= begun_at
         # Prefect's server has another clock, so a time that is far in the future proves nothing.
         return not has_come and abs(time.time() - begun_at) < START_S_MAX
@@ -484,7 +473,9 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         """Return the run that the flow run supervises or supervised last, or None."""
         number = str(flow_run.id)
         if number not in self._found:
-            paths = find_supervised(home_of(flow_run.parameters.get("root")), number)
+            paths = cancellation.find_supervised(
+                cancellation.home_of(flow_run.parameters.get("root")), number
+            )
             if paths is None:
                 return None
             self._found[number] = paths

@@ -11,42 +11,27 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from holdfast.contracts.errors import (
-    CheckpointError,
-    HoldfastError,
-    LineageError,
-    NotFoundError,
-    OrdersChangedError,
-    PreflightError,
-    QueryError,
-    RequestConflictError,
-    RunConflictError,
-    SchedulerError,
-    SchedulerUnavailableError,
-    SecretError,
-    ServiceError,
-    SpecError,
-)
+from holdfast.contracts import errors
 
 LOG: Final = logging.getLogger("holdfast.api")
 PROBLEMS_MAX: Final = 50
 
 # (error class, HTTP status, code). The first class that matches is used.
 _STATUS: Final[Sequence[tuple[type[Exception], int, str]]] = (
-    (NotFoundError, 404, "not_found"),
-    (RequestConflictError, 409, "conflict"),
-    (OrdersChangedError, 409, "conflict"),
-    (RunConflictError, 409, "conflict"),
-    (SpecError, 422, "invalid"),
-    (QueryError, 422, "invalid"),
-    (PreflightError, 422, "preflight"),
-    (SecretError, 422, "preflight"),
-    (CheckpointError, 409, "checkpoint"),
-    (SchedulerUnavailableError, 503, "scheduler_away"),
-    (SchedulerError, 502, "scheduler"),
-    (ServiceError, 503, "service_away"),
-    (LineageError, 503, "database_away"),
-    (HoldfastError, 500, "error"),
+    (errors.NotFoundError, 404, "not_found"),
+    (errors.RequestConflictError, 409, "conflict"),
+    (errors.OrdersChangedError, 409, "conflict"),
+    (errors.RunConflictError, 409, "conflict"),
+    (errors.SpecError, 422, "invalid"),
+    (errors.QueryError, 422, "invalid"),
+    (errors.PreflightError, 422, "preflight"),
+    (errors.SecretError, 422, "preflight"),
+    (errors.CheckpointError, 409, "checkpoint"),
+    (errors.SchedulerUnavailableError, 503, "scheduler_away"),
+    (errors.SchedulerError, 502, "scheduler"),
+    (errors.ServiceError, 503, "service_away"),
+    (errors.LineageError, 503, "database_away"),
+    (errors.HoldfastError, 500, "error"),
 )
 _CODES: Final = {
     400: "invalid",
@@ -88,7 +73,7 @@ def refused(status: int, message: str, headers: Mapping[str, str] | None = None)
 def register(app: FastAPI) -> None:
     """Register handlers that give every error response the same form."""
     app.add_exception_handler(Refusal, _refusal)
-    app.add_exception_handler(HoldfastError, _on_purpose)
+    app.add_exception_handler(errors.HoldfastError, _on_purpose)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(OSError, _files)
@@ -102,7 +87,7 @@ async def _refusal(_: Request, error: Exception) -> JSONResponse:
 async def _on_purpose(_: Request, error: Exception) -> JSONResponse:
     status, code = next((s, c) for kind, s, c in _STATUS if isinstance(error, kind))
     more: dict[str, Any] = {"problems": list(getattr(error, "problems", ()))[:PROBLEMS_MAX]}
-    if isinstance(error, RequestConflictError):
+    if isinstance(error, errors.RequestConflictError):
         more |= {"by": error.by, "action": error.action, "at": error.at}
     headers = {"Retry-After": "5"} if status == 503 else None
     return JSONResponse(problem(status, code, str(error), **more), status, headers)

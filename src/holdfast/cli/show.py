@@ -30,17 +30,12 @@ from holdfast.contracts.disk.journal import Event
 from holdfast.contracts.disk.paths import RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.errors import reading_run
 from holdfast.contracts.plain_text import counted
+from holdfast.contracts.records import saving
 from holdfast.contracts.records.alerts import FAILED_SAVES_MAX, failed_saves, noticed
 from holdfast.contracts.records.history import load_events, load_history
 from holdfast.contracts.records.known_damage import damaged_checkpoints
 from holdfast.contracts.records.orders import orders_of
 from holdfast.contracts.records.protection import Lacking, unprotected_in
-from holdfast.contracts.records.saving import (
-    Trained,
-    saves_by_holdfast,
-    trained_in,
-    why_nothing_is_saved,
-)
 from holdfast.contracts.redaction import redact
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.written import settings_in, settings_of
@@ -171,7 +166,7 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
             paths = RunPaths(Path(directory))
             events = load_events(paths)
             history = load_history(paths, events)
-            trained = trained_in(history)
+            trained = saving.trained_in(history)
             is_running = shown["state"] == RunState.RUNNING
             unprotected = unprotected_in(events) if is_running else []
             found = {
@@ -182,7 +177,7 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
                 "live_step": live_step(paths) if is_running else None,
                 "successor": waiting_facts(paths),
                 "orders": [vars(order) for order in orders_of(history)],
-                "saves_by_holdfast": saves_by_holdfast(trained),
+                "saves_by_holdfast": saving.saves_by_holdfast(trained),
                 "unprotected": unprotected,
                 "warnings": [
                     *_warnings(shown),
@@ -272,11 +267,11 @@ def _unprotected(one: Lacking) -> str:
     return f"unprotected against the loss of a node: {one['text']}. What helps: {one['action']}"
 
 
-def _unsaved(trained: Sequence[Trained]) -> list[str]:
+def _unsaved(trained: Sequence[saving.Trained]) -> list[str]:
     """Return a warning if the program is known to save nothing by Holdfast, or []."""
-    if saves_by_holdfast(trained) is not False:
+    if saving.saves_by_holdfast(trained) is not False:
         return []
-    return [f"{why_nothing_is_saved(trained)} by Holdfast; {ADVICE}"]
+    return [f"{saving.why_nothing_is_saved(trained)} by Holdfast; {ADVICE}"]
 
 
 def _failures_text(failed: Sequence[Mapping[str, Any]]) -> str | None:

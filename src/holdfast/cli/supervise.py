@@ -87,7 +87,7 @@ def command(root: Path, *arguments: str) -> str:
 
 def _serve(root: Path) -> None:
     """Supervise all runs under `root` until a signal ends this process."""
-    from holdfast.contracts.node.descriptors import raise_descriptor_limit
+    from holdfast.contracts.node.limits import raise_descriptor_limit
     from holdfast.flows.start import has_service
     from holdfast.flows.supervisor.service import SupervisorService
     from holdfast.lineage.index import Index

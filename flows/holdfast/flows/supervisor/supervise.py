@@ -43,23 +43,10 @@ from holdfast.workers.decisions.growth import CapacityObservation, find_growth
 from holdfast.workers.decisions.places import ReturnWatch, place_of
 from holdfast.workers.decisions.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.nodes.heartbeats import HeartbeatWatch, clock_problems, read_heartbeats
-from holdfast.workers.runs import drained_nodes, operator, restarts, successors
-from holdfast.workers.runs.attempts import (
-    Absences,
-    abandon_reservation,
-    complete_journal,
-    end_duplicates,
-    end_unsubmitted,
-    gpus_held_after_end,
-    has_no_job,
-    is_unsubmitted,
-    resume_submission,
-)
-from holdfast.workers.runs.commit_comments import CommitComments
+from holdfast.workers.runs import attempts, operator, restarts, successors, tending
 from holdfast.workers.runs.endings import complete_goodput
 from holdfast.workers.runs.feasibility import Feasibility
 from holdfast.workers.runs.operator import move_on, return_when_free
-from holdfast.workers.runs.pending import allow_hosts_again, take_back_overdue
 from holdfast.workers.runs.reconcile import reconcile
 from holdfast.workers.runs.run_folders import keep_reserve, require_own, why_not_submitted
 from holdfast.workers.schedulers import ask_capacity, executor_for
@@ -243,7 +230,7 @@ class Supervisor:
     is_acting: bool = False
     is_leaving: bool = False
     _warned: set[str] = field(default_factory=set)
-    _absences: Absences = field(default_factory=Absences)
+    _absences: attempts.Absences = field(default_factory=attempts.Absences)
     _failing_since: float | None = None
     _lock: FlowLock = field(init=False)
     _ingestion: Ingestion = field(init=False)
@@ -253,7 +240,7 @@ class Supervisor:
     _capacity: CapacityObservation | None = None
     _nodes: NodeWatch = field(default_factory=NodeWatch)
     _return: ReturnWatch = field(default_factory=ReturnWatch)
-    _comments: CommitComments = field(default_factory=CommitComments)
+    _comments: tending.CommitComments = field(default_factory=tending.CommitComments)
     _history: HistoryReader = field(init=False)
     _progress: ProgressLog = field(init=False)
     _limits: LimitWatch = field(init=False)
@@ -341,7 +328,7 @@ class Supervisor:
             refresh(directory)
         with contextlib.suppress(OSError):
             keep_reserve(self.paths)
-        complete_journal(self.paths, journal)
+        attempts.complete_journal(self.paths, journal)
         complete_goodput(self.paths, journal)
         host, pid = socket.gethostname(), os.getpid()
         journal.append(EventKind.SUPERVISED, host=host, pid=pid, flow_run=self.flow_run)
@@ -434,9 +421,9 @@ class Supervisor:
     def _tend(self, history: RunHistory, journal: JournalWriter) -> None:
         """Manage a live attempt: complete its submission, log problems and progress, grow it."""
         attempt = self.paths.attempt(self.paths.attempt_numbers()[-1])
-        if is_unsubmitted(attempt):
+        if attempts.is_unsubmitted(attempt):
             self._submit_again(history, attempt, journal)
-        for message in end_duplicates(attempt, journal):
+        for message in attempts.end_duplicates(attempt, journal):
             self.log.warning("%s", message)
         if message := operator.carry_out(history):
             self.log.info("%s", message)
@@ -446,15 +433,15 @@ class Supervisor:
         if message := (
             move_on(history, now=now, writer=JOURNAL)
             or return_when_free(self._return, history, now=now, writer=JOURNAL)
-            or take_back_overdue(history, now=now, writer=JOURNAL)
-            or allow_hosts_again(history, now=now, writer=JOURNAL)
+            or tending.take_back_overdue(history, now=now, writer=JOURNAL)
+            or tending.allow_hosts_again(history, now=now, writer=JOURNAL)
         ):
             self.log.warning("%s", message)
         self._progress.show(history)
         self._limits.look(history, journal)
         self._grow(history)
         restarts.tend(history, journal)
-        drained_nodes.tend(history)
+        tending.tell_drained_nodes(history)
         self._comments.tend(history)
         if message := successors.tend(history, journal, now=now):
             self.log.info("%s", message)
@@ -467,7 +454,7 @@ class Supervisor:
         An operator's request or a permanent refusal ends the attempt instead.
         """
         asked = history.pending_request
-        if asked is not None and has_no_job(attempt):
+        if asked is not None and attempts.has_no_job(attempt):
             who = f"{asked['action']} by {asked.get('by') or 'an operator'}"
             if _end_by_order(attempt, journal, f"{who} before the job was submitted"):
                 return
@@ -478,14 +465,16 @@ class Supervisor:
                 times = counted(tried.refusals, "time")
                 evidence = f"the scheduler refused the job {times}: {tried.refused}"
                 state, cause = AttemptState.FAILED, Cause.INFRASTRUCTURE
-                end_unsubmitted(attempt, journal, state=state, cause=cause, evidence=evidence)
+                attempts.end_unsubmitted(
+                    attempt, journal, state=state, cause=cause, evidence=evidence
+                )
                 return
             if wait_s > 0:
                 return
         try:
-            resume_submission(self.paths, journal, self._absences)
+            attempts.resume_submission(self.paths, journal, self._absences)
         except errors.NotFoundError:
-            abandon_reservation(attempt, journal)
+            attempts.abandon_reservation(attempt, journal)
         except errors.OrdersChangedError as error:
             _end_by_order(attempt, journal, str(error))
 
@@ -622,7 +611,7 @@ class Supervisor:
 
 def _end_by_order(attempt: AttemptPaths, journal: JournalWriter, why: str) -> bool:
     """End an attempt that has no job, because of an order; return False if a job claimed it."""
-    return end_unsubmitted(
+    return attempts.end_unsubmitted(
         attempt,
         journal,
         state=AttemptState.CANCELLED,
@@ -635,7 +624,7 @@ def _room_at(history: RunHistory, paths: RunPaths, place: int) -> Room | None:
     """Return the room for the next attempt at a place. Raises `SchedulerUnavailableError`."""
     resources = history.spec.resources.at(place)
     executor = executor_for(resources.executor)
-    return executor.room(resources, gpus_held_after_end(executor, paths, history))
+    return executor.room(resources, attempts.gpus_held_after_end(executor, paths, history))
 
 
 def _due_s(history: RunHistory, decision: Decision, now: float, waited_s: float = 0.0) -> float:

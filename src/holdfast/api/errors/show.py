@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from holdfast.api.errors.difference import (
-    LaunchFacts,
-    compare_launches,
-    last_that_worked,
-    launches_of,
-)
+from holdfast.api.errors import models
 from holdfast.api.errors.files import ErrorFiles, ReadBudget
-from holdfast.api.errors.models import (
-    AttemptErrors,
-    ErrorEntry,
-    ErrorSource,
-    LaunchDifference,
-    RunErrors,
-)
 from holdfast.api.errors.records import (
     BAD_ENDINGS,
     BAD_STATES,
@@ -34,9 +23,10 @@ from holdfast.api.errors.records import (
 from holdfast.api.errors.stacks import read_stacks
 from holdfast.api.errors.timeline import EqualErrors, failure_text, merge_errors, order_note
 from holdfast.contracts.disk.journal import Event, EventKind
-from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
+from holdfast.contracts.disk.paths import AttemptPaths, CheckpointName, RunPaths
 from holdfast.contracts.errors import ForeignFileError, HoldfastError, NotFoundError
 from holdfast.contracts.node.flight import span_text
+from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.records.alerts import signal_name
 from holdfast.contracts.records.attempt import Request, read_document
 from holdfast.contracts.redaction import redact, redact_text
@@ -53,6 +43,189 @@ ATTEMPTS_MAX: Final = 100
 # Returns the newest lines of these kinds, oldest first; with a number, those of that attempt.
 EventsOf = Callable[[Sequence[EventKind], int | None], Sequence[Event]]
 
+# What differs between a launch that failed and the last one before it that worked.
+
+FACTS_MAX: Final = 60
+VALUE_CHARACTERS_MAX: Final = 400
+DEPTH_MAX: Final = 6
+HOSTS_COMPARED_MAX: Final = 64
+# Every request has other ones, or they follow from another key.
+_LEFT_OUT: Final = frozenset(
+    {
+        *("attempt", "job_name", "created_at", "reason", "run", "run_uid", "run_directory"),
+        *("hangs_before", "successor", "sources", "restart_of", "scheduler", "command_digest"),
+    }
+)
+_NAMES: Final = {
+    "provenance.code_commit": "commit of the code",
+    "provenance.code_digest": "changes since the commit (digest)",
+    "provenance.config_digest": "config (digest)",
+    "provenance.data_digest": "data (digest)",
+    "provenance.environment_digest": "environment (digest)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchFacts:
+    """A launch and what is recorded of it. `reached` are its first and last step, if it has any.
+
+    With `has_loaded`, its program resumed from `resumed_from`, or began at step 0.
+    """
+
+    attempt: int
+    number: int | None
+    hosts: tuple[str, ...] = ()
+    world_size: int | None = None
+    resumed_from: str | None = None
+    has_loaded: bool = False
+    command_digest: str | None = None
+    reached: tuple[int | None, int | None] = (None, None)
+    argv: tuple[str, ...] = ()
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    gpus: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.attempt, self.number or 0
+
+
+def launches_of(attempts: Iterable[AttemptView], resumed: Iterable[Event]) -> list[LaunchFacts]:
+    """Return all launches in order, and each attempt without one. `resumed` adds their argv."""
+    lines = {_place(event): event.data for event in resumed if event.kind is EventKind.RESUMED}
+    found = []
+    for attempt in attempts:
+        common: dict[str, Any] = {
+            "attempt": attempt["number"],
+            "hosts": tuple(attempt["nodes"][:HOSTS_COMPARED_MAX]),
+        }
+        for launch in attempt["launches"]:
+            line = lines.get((attempt["number"], launch["number"]), {})
+            argv = line.get("argv")
+            found.append(
+                LaunchFacts(
+                    **common,
+                    number=launch["number"],
+                    world_size=launch["world_size"] or attempt["world_size"],
+                    resumed_from=launch["resumed_from"],
+                    has_loaded=bool(line) or launch["resumed_from"] is not None,
+                    command_digest=launch["command_digest"],
+                    reached=(launch["first_step"], launch["last_step"]),
+                    argv=tuple(map(str, argv)) if isinstance(argv, list) else (),
+                )
+            )
+        if not attempt["launches"]:
+            found.append(
+                LaunchFacts(**common, number=None, world_size=attempt["world_size"] or None)
+            )
+    return sorted(found, key=lambda one: one.key)
+
+
+def last_that_worked(
+    launches: Sequence[LaunchFacts], failed: LaunchFacts, committed: Iterable[str]
+) -> LaunchFacts | None:
+    """Return the last launch before `failed` that finished a new step, or saved one; or None.
+
+    `committed` are directory names of committed checkpoints.
+    """
+    names = filter(None, map(CheckpointName.parse, committed))
+    saved = {(name.attempt, name.launch) for name in names}
+    newest, worked = -1, None
+    for one in launches:
+        if one.key >= failed.key:
+            break
+        last = one.reached[1]
+        if one.key in saved or (last is not None and last > newest):
+            worked = one
+        newest = max(newest, -1 if last is None else last)
+    return worked
+
+
+def compare_launches(
+    failed: LaunchFacts,
+    worked: LaunchFacts | None,
+    requests: Mapping[int, Mapping[str, Any]],
+) -> models.LaunchDifference:
+    """Return what differs. `requests` are the attempts' requests as JSON, without secrets."""
+    facts: list[models.DifferingFact] = []
+    if worked is not None:
+        known = requests.get(worked.attempt), requests.get(failed.attempt)
+        # Where one request cannot be read, the other one shows no difference.
+        requested = known if all(known) else (None, None)
+        before = _all_facts(worked, requested[0] or {}, failed)
+        now = _all_facts(failed, requested[1] or {}, worked)
+        for name in dict.fromkeys([*before, *now]):
+            if before.get(name) != now.get(name):
+                facts.append(
+                    models.DifferingFact(name=name, before=before.get(name), now=now.get(name))
+                )
+    return models.LaunchDifference(
+        failed=models.LaunchName(attempt=failed.attempt, number=failed.number),
+        worked=None
+        if worked is None
+        else models.LaunchName(attempt=worked.attempt, number=worked.number),
+        reached=_reached(failed),
+        facts=facts[:FACTS_MAX],
+        left_out=max(0, len(facts) - FACTS_MAX),
+    )
+
+
+def _reached(launch: LaunchFacts) -> str:
+    first, last = launch.reached
+    if last is None or (first is not None and last < first):
+        return "it finished no step"
+    return f"it finished step {last}" if first in {None, last} else f"it finished {first} – {last}"
+
+
+def _all_facts(
+    one: LaunchFacts, request: Mapping[str, Any], other: LaunchFacts
+) -> dict[str, str | None]:
+    """Return the facts of a launch as text, those that people look for first.
+
+    What is recorded of one of the two only is no difference.
+    """
+    found: dict[str, str | None] = {
+        "hosts": ", ".join(one.hosts) if one.hosts and other.hosts else None,
+        "ranks": _text(one.world_size),
+    }
+    if one.has_loaded and other.has_loaded:
+        found["loaded checkpoint"] = one.resumed_from or "none: it began at step 0"
+    if one.command_digest and other.command_digest:
+        found["command (digest)"] = one.command_digest
+    if one.argv and other.argv:
+        found["program and arguments"] = _text(one.argv)
+    if one.versions and other.versions:
+        found |= {f"version of {name}": _text(value) for name, value in one.versions.items()}
+    for host in one.gpus.keys() & other.gpus.keys():
+        found[f"GPUs of {host}"] = one.gpus[host]
+    if one.attempt != other.attempt:
+        for name, value in _flat("", request, 0):
+            found.setdefault(_NAMES.get(name, name), _text(value))
+    return found
+
+
+def _flat(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables by their dotted names."""
+    if isinstance(value, Mapping) and depth < DEPTH_MAX and value:
+        for key, one in value.items():
+            if depth or key not in _LEFT_OUT:
+                yield from _flat(f"{name}.{key}" if name else str(key), one, depth + 1)
+    else:
+        yield name, value
+
+
+def _text(value: Any) -> str | None:
+    if value is None:
+        return None
+    said = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return plain_line(said)[:VALUE_CHARACTERS_MAX]
+
+
+def _place(event: Event) -> tuple[Any, Any]:
+    return event.data.get("attempt"), event.data.get("launch")
+
+
+# The errors of an attempt, merged.
+
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorSources:
@@ -64,7 +237,7 @@ class ErrorSources:
     """
 
     view: RunView
-    known: Sequence[AttemptErrors]
+    known: Sequence[models.AttemptErrors]
     attempt: int
     events: Sequence[Event]
     resumed: Sequence[Event]
@@ -80,7 +253,7 @@ def read_errors(
     secrets: Sequence[str],
     *,
     attempt: int | None = None,
-) -> RunErrors:
+) -> models.RunErrors:
     """Return why an attempt failed, by default the newest that has errors.
 
     `saved` returns the rows of the newest checkpoints. Raises `NotFoundError` if the run has no
@@ -105,7 +278,7 @@ def read_errors(
 
 def _choose_attempt(
     view: RunView, ended: Iterable[Event], attempt: int | None
-) -> tuple[list[AttemptErrors], int | None]:
+) -> tuple[list[models.AttemptErrors], int | None]:
     """Return the attempts with errors, and `attempt` or the newest of them.
 
     `ended` are lines about the ends of launches. Raises `NotFoundError` if the run has no such
@@ -121,7 +294,7 @@ def _choose_attempt(
     return known, attempt
 
 
-def find_errors(paths: RunPaths, sources: ErrorSources, secrets: Sequence[str]) -> RunErrors:
+def find_errors(paths: RunPaths, sources: ErrorSources, secrets: Sequence[str]) -> models.RunErrors:
     """Return why an attempt failed, from what is known of it and from its files."""
     number, events = sources.attempt, sources.events
     row = next(one for one in sources.view["attempts"] if one["number"] == number)
@@ -138,7 +311,7 @@ def find_errors(paths: RunPaths, sources: ErrorSources, secrets: Sequence[str]) 
         records += _by_outcome(records, row, failed)
     merged = merge_errors(records, {end.number: end for end in failed})
     entries = [_entry(one, secrets, n < TRACEBACKS_MAX) for n, one in enumerate(merged)]
-    return RunErrors(
+    return models.RunErrors(
         run=paths.name,
         attempt=number,
         attempts=list(sources.known[-ATTEMPTS_MAX:]),
@@ -154,7 +327,7 @@ def find_errors(paths: RunPaths, sources: ErrorSources, secrets: Sequence[str]) 
 
 def attempts_with_errors(
     attempts: Iterable[AttemptView], events: Iterable[Event]
-) -> list[AttemptErrors]:
+) -> list[models.AttemptErrors]:
     """Return the attempts that failed, and those with a launch that crashed or hung."""
     launches: dict[int, list[int]] = {}
     for event in events:
@@ -169,7 +342,7 @@ def attempts_with_errors(
         if bad or one["state"] in BAD_STATES:
             state, cause = one["state"], one["cause"]
             found.append(
-                AttemptErrors(
+                models.AttemptErrors(
                     number=one["number"], state=state, cause=cause, launches=sorted({*bad})
                 )
             )
@@ -198,7 +371,7 @@ def _by_outcome(
     record = ErrorRecord(
         attempt=row["number"],
         launch=failed[-1].number if failed else 0,
-        source=ErrorSource.AGENT,
+        source=models.ErrorSource.AGENT,
         kind=kind,
         text=text,
         failure=RankFailure(rank=rank, exit_code=1, traceback=traceback),
@@ -207,14 +380,14 @@ def _by_outcome(
     return [record]
 
 
-def _entry(error: EqualErrors, secrets: Sequence[str], has_traceback: bool) -> ErrorEntry:
+def _entry(error: EqualErrors, secrets: Sequence[str], has_traceback: bool) -> models.ErrorEntry:
     leader, ranks = error.leader, error.ranks
     code = leader.failure.exit_code if leader.failure else None
     traceback = leader.traceback if has_traceback else ""
     # Masked first: a part could begin or end inside a secret.
     masked = redact_text(traceback, secrets)[-TRACEBACK_CHARACTERS_MAX:]
     until = error.until if len(error.records) > 1 and error.until > leader.at else None
-    return ErrorEntry(
+    return models.ErrorEntry(
         attempt=leader.attempt,
         launch=leader.launch or None,
         source=leader.source,
@@ -237,7 +410,7 @@ def _entry(error: EqualErrors, secrets: Sequence[str], has_traceback: bool) -> E
 
 def _difference(
     paths: RunPaths, sources: ErrorSources, failed: Sequence[LaunchEnd], secrets: Sequence[str]
-) -> LaunchDifference | None:
+) -> models.LaunchDifference | None:
     """Return what differs between the last launch that failed and the last that worked before."""
     launches = launches_of(sources.view["attempts"], sources.resumed)
     mine = [one for one in launches if one.attempt == sources.attempt]
@@ -278,9 +451,9 @@ def _beats(attempt: AttemptPaths) -> list[NodeBeat]:
         return []
 
 
-def no_errors(run: str) -> RunErrors:
+def no_errors(run: str) -> models.RunErrors:
     """Return the answer for a run of which no attempt has errors."""
-    return RunErrors(
+    return models.RunErrors(
         run=run,
         attempt=None,
         attempts=[],

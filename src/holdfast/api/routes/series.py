@@ -11,8 +11,7 @@ from holdfast.api.routes.filters import Moment, refuse_reversed
 from holdfast.api.routes.runs import Number, RunId
 from holdfast.api.series.gpus import read_gpus
 from holdfast.api.series.heat import BUCKETS_MAX, RANKS_MAX, read_heat_map
-from holdfast.api.series.models import GpuSeries, HeatMap, HeatValue
-from holdfast.api.series.ranges import TimeRange
+from holdfast.api.series.models import GpuSeries, HeatMap, HeatValue, TimeRange
 from holdfast.api.services import services_of
 from holdfast.contracts.disk.bounds import NODES_MAX
 from holdfast.contracts.disk.bounds import RANKS_MAX as RANK_MAX

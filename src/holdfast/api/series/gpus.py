@@ -6,8 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from holdfast.api.series.models import GpuSeries, GpuTrack, SeriesNode
-from holdfast.api.series.ranges import TimeRange
+from holdfast.api.series.models import GpuSeries, GpuTrack, SeriesNode, TimeRange
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.plain_text import plain_line
 from holdfast.workers.nodes.series import GPU_FIELDS

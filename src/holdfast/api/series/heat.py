@@ -10,18 +10,18 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.api.series.models import HeatHost, HeatLaunch, HeatMap, HeatValue, RankMeans
-from holdfast.api.series.ranges import TimeRange
+from holdfast.api.series.models import (
+    HeatHost,
+    HeatLaunch,
+    HeatMap,
+    HeatValue,
+    RankMeans,
+    TimeRange,
+)
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.plain_text import plain_line
+from holdfast.workers.nodes import series_reading
 from holdfast.workers.nodes.calibration import SLOW_FACTOR, SLOW_SHARE
-from holdfast.workers.nodes.series_reading import (
-    RecordedSeries,
-    by_place,
-    list_series,
-    mean_by_bucket,
-    read_series,
-)
 
 RANKS_MAX: Final = 4096
 BUCKETS_MAX: Final = 1000
@@ -50,9 +50,9 @@ class _Ranks:
     launches: dict[int, float] = field(default_factory=dict)
     total: int = 0
 
-    def take(self, series: RecordedSeries, edges: npt.NDArray[np.float64]) -> None:
+    def take(self, series: series_reading.RecordedSeries, edges: npt.NDArray[np.float64]) -> None:
         """Add the rows of a node, which may have had several places."""
-        header, here = series.header, list(by_place(series))
+        header, here = series.header, list(series_reading.by_place(series))
         for launch in np.unique(series.launch)[:LAUNCHES_MAX]:
             start = float(series.start[series.launch == launch][0])
             self.launches[int(launch)] = min(start, self.launches.get(int(launch), math.inf))
@@ -65,7 +65,7 @@ class _Ranks:
             self.hosts[first] = HeatHost(
                 node=header.node, host=host, first_rank=first, ranks=header.count
             )
-            found = mean_by_bucket(rows, edges)[:, low - first : high - first]
+            found = series_reading.mean_by_bucket(rows, edges)[:, low - first : high - first]
             place = self.values[low - self.first : high - self.first]
             place[:] = np.where(np.isnan(place), found.transpose(1, 0, 2), place)
 
@@ -86,8 +86,8 @@ def read_heat_map(
     ranks: range,
 ) -> HeatMap:
     """Return the heat map of these ranks, at most `RANKS_MAX`."""
-    paths = [path for _, path in list_series(attempt, "ranks")]
-    series, problems = read_series(paths, "ranks")
+    paths = [path for _, path in series_reading.list_series(attempt, "ranks")]
+    series, problems = series_reading.read_series(paths, "ranks")
     series = [one for one in series if len(one.start)]
     edges = within.edges(series)
     ends = [int(one.first_rank.max()) + one.header.count for one in series]

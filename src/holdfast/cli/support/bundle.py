@@ -20,20 +20,13 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, quote_plus
 
-from holdfast.contracts import errors
+from holdfast.contracts import errors, redaction
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.disk.rank_logs import rank_logs
 from holdfast.contracts.disk.reading import open_regular, read_bounded
 from holdfast.contracts.records.attempt import RunRecord, Submission, read_document
 from holdfast.contracts.records.history import load_events
-from holdfast.contracts.redaction import (
-    SECRET_CHARACTERS_MIN,
-    read_masked,
-    redact,
-    redact_text,
-    secrets_of,
-)
 from holdfast.contracts.spec.secrets import hide, known_secrets, longest_first, unknown_secrets
 from holdfast.contracts.version import holdfast_version
 
@@ -108,7 +101,7 @@ def spellings(secrets: Iterable[str]) -> tuple[str, ...]:
         raw = os.fsencode(one)
         found |= {json.dumps(one)[1:-1], json.dumps(one, ensure_ascii=False)[1:-1], repr(one)[1:-1]}
         found |= {quote(raw, safe=""), quote(raw), quote_plus(raw)}
-        if len(one) >= SECRET_CHARACTERS_MIN:
+        if len(one) >= redaction.SECRET_CHARACTERS_MIN:
             found.add(base64.b64encode(raw).decode().rstrip("="))
             found.add(base64.urlsafe_b64encode(raw).decode().rstrip("="))
     return longest_first(found)
@@ -146,7 +139,7 @@ class Archive:
 
     def add_json(self, name: str, value: Any) -> None:
         """Add a document without its secrets."""
-        clean = redact(value, self._secrets)
+        clean = redaction.redact(value, self._secrets)
         self.add_text(name, json.dumps(clean, indent=1, ensure_ascii=False, default=str) + "\n")
 
     def add_text(self, name: str, text: str, **facts: object) -> None:
@@ -196,7 +189,7 @@ class Archive:
                 size = os.fstat(stream.fileno()).st_size
                 start, length = max(0, size - bytes_max), min(size, bytes_max)
                 if is_masked:
-                    return read_masked(stream, start, length, self._secrets), start
+                    return redaction.read_masked(stream, start, length, self._secrets), start
                 stream.seek(start)
                 return stream.read(length), start
         except FileNotFoundError:
@@ -214,7 +207,7 @@ class Archive:
             "left_out": self._left_out,
             "left_out_and_not_listed": self._unlisted,
         }
-        text = json.dumps(redact(manifest, self._secrets), indent=1, ensure_ascii=False)
+        text = json.dumps(redaction.redact(manifest, self._secrets), indent=1, ensure_ascii=False)
         files = {MANIFEST_NAME: f"{text}\n".encode(errors="replace"), **self._files}
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -225,13 +218,13 @@ class Archive:
         return gzip.compress(packed.getvalue(), mtime=0)
 
     def _clean(self, text: str) -> str:
-        return hide(redact_text(text, self._secrets), self._secrets)
+        return hide(redaction.redact_text(text, self._secrets), self._secrets)
 
     def _clean_line(self, line: bytes) -> str:
         """Return a JSON line without its secrets, or a damaged one as text without them."""
         text = line.decode(errors="replace")
         try:
-            return json.dumps(redact(json.loads(text), self._secrets), ensure_ascii=False)
+            return json.dumps(redaction.redact(json.loads(text), self._secrets), ensure_ascii=False)
         except (ValueError, RecursionError):
             return text
 
@@ -271,7 +264,9 @@ def make_bundle(paths: RunPaths) -> Bundle:
     documents |= _documents(paths, attempts[-ATTEMPTS_MAX:], unlisted)
     secrets = {*known_secrets(record.spec, paths)}
     for document in documents.values():
-        secrets |= {*secrets_of(document if isinstance(document, dict) else {"": document})}
+        secrets |= {
+            *redaction.secrets_of(document if isinstance(document, dict) else {"": document})
+        }
     archive = Archive(sorted(secrets))
     for place, reason in NEVER.items():
         archive.leave_out(place, f"never included: {reason}")
@@ -368,8 +363,7 @@ def _add_slowness(archive: Archive, paths: RunPaths, attempts: list[AttemptPaths
     """Add what tells of slow ranks, nodes and links: journal lines, and values over time."""
     from holdfast.api.series.gpus import read_gpus
     from holdfast.api.series.heat import RANKS_MAX, read_heat_map
-    from holdfast.api.series.models import HeatValue
-    from holdfast.api.series.ranges import TimeRange
+    from holdfast.api.series.models import HeatValue, TimeRange
 
     lines = [one.model_dump(mode="json") for one in load_events(paths) if one.kind in SLOWNESS]
     archive.add_json("slowness.json", lines[-SLOW_LINES_MAX:])

@@ -7,13 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.api.errors.models import (
-    ErrorEntry,
-    LaunchDifference,
-    LaunchName,
-    RunErrors,
-    StackDump,
-)
+from holdfast.api.errors import models
 from holdfast.api.errors.show import read_errors
 from holdfast.cli.shared.index import read_index, secrets_in
 from holdfast.cli.shared.output import print_table, say, time_text
@@ -29,14 +23,14 @@ if TYPE_CHECKING:
 FRAMES_SHOWN = 6
 
 
-def errors_of(run: str, attempt: int | None, root: str | None) -> RunErrors:
+def errors_of(run: str, attempt: int | None, root: str | None) -> models.RunErrors:
     """Return why an attempt failed, by default the newest of the run that has errors.
 
     Raises `NotFoundError` if the run has no such attempt.
     """
     from holdfast.lineage.queries import pages, run_queries
 
-    def read(database: Database) -> RunErrors:
+    def read(database: Database) -> models.RunErrors:
         directory = refreshed_directory(run, root, database)
 
         def saved() -> Iterable[Mapping[str, Any]]:
@@ -51,7 +45,7 @@ def errors_of(run: str, attempt: int | None, root: str | None) -> RunErrors:
     return read_index(read)
 
 
-def print_errors(found: RunErrors) -> None:
+def print_errors(found: models.RunErrors) -> None:
     """Print the errors of an attempt in order, its stacks, and what differs."""
     if found.attempt is None:
         say(f"run {found.run}: no attempt has errors")
@@ -77,7 +71,7 @@ def print_errors(found: RunErrors) -> None:
         _print_difference(found.difference)
 
 
-def _print_entry(entry: ErrorEntry) -> None:
+def _print_entry(entry: models.ErrorEntry) -> None:
     """Print an error, with its traceback unless it only reports another one."""
     at = time_text(entry.at) if entry.at else "-"
     where = f"launch {entry.launch}" if entry.launch is not None else "no launch"
@@ -90,7 +84,7 @@ def _print_entry(entry: ErrorEntry) -> None:
             say(f"    {line}")
 
 
-def _print_dump(dump: StackDump) -> None:
+def _print_dump(dump: models.StackDump) -> None:
     say(f"hang {dump.number}, {dump.state}: {dump.finding}")
     if dump.flight_finding and dump.flight_finding not in dump.finding:
         say(f"    by the flight records, {dump.flight_finding}")
@@ -101,7 +95,7 @@ def _print_dump(dump: StackDump) -> None:
         say(f"    {who} ({does}{', unlike most' if group.is_odd else ''}): {said}")
 
 
-def _print_difference(found: LaunchDifference) -> None:
+def _print_difference(found: models.LaunchDifference) -> None:
     if found.worked is None:
         say(f"{_name(found.failed)}: {found.reached}; no earlier launch finished a new step")
         return
@@ -117,6 +111,6 @@ def _print_difference(found: LaunchDifference) -> None:
         say(f"{counted(found.left_out, 'more fact')} differ")
 
 
-def _name(launch: LaunchName) -> str:
+def _name(launch: models.LaunchName) -> str:
     attempt = f"attempt {launch.attempt}"
     return attempt if launch.number is None else f"{attempt}, launch {launch.number}"

@@ -21,10 +21,66 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Final
 
-from holdfast.contracts.account.prices import Held, Prices, costs_of
 from holdfast.contracts.records.tally import LaunchSpan, Span
+from holdfast.contracts.spec.recorded import section
+from holdfast.contracts.spec.resources import Resources
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """The price of one GPU hour: the price paid, and the price without preemptions."""
+
+    gpu_hour: float | None = None
+    on_demand_per_gpu_hour: float | None = None
+    currency: str = "USD"
+
+
+def prices_of(spec: Mapping[str, Any]) -> Prices:
+    """Return the prices in a run's spec, given as plain data."""
+    cost = section(spec, "cost")
+    numbers = {key: cost.get(key) for key in ("gpu_hour", "on_demand_per_gpu_hour")}
+    found: dict[str, Any] = {key: one for key, one in numbers.items() if type(one) in {int, float}}
+    if isinstance(cost.get("currency"), str):
+        found["currency"] = cost["currency"]
+    return Prices(**found)
+
+
+@dataclass(frozen=True)
+class Held:
+    """GPU hours of an attempt, and those of them that preemptions cost.
+
+    `gpu_hour` is the price where the attempt ran; None for that of the run.
+    """
+
+    hours: float
+    preempted_hours: float
+    gpu_hour: float | None = None
+
+
+def costs_of(held: Sequence[Held], prices: Prices) -> dict[str, Any]:
+    """Return the cost fields of `goodput.Goodput` for GPU hours; None for unknown prices."""
+    held, steady = [one for one in held if one.hours], prices.on_demand_per_gpu_hour
+    paid = [prices.gpu_hour if one.gpu_hour is None else one.gpu_hour for one in held]
+    known = [price for price in paid if price is not None]
+    # One unknown price makes the sum unknown. A cost without some of its hours would look too
+    # small.
+    is_known = len(known) == len(held) and (bool(held) or prices.gpu_hour is not None)
+    cost = sum(one.hours * price for one, price in zip(held, known, strict=False))
+    lost = sum(one.preempted_hours * price for one, price in zip(held, known, strict=False))
+    # On demand, nothing would have been preempted, so those hours would not have been needed.
+    useful = max(0.0, sum(one.hours - one.preempted_hours for one in held))
+    on_demand = None if steady is None else useful * steady
+    return {
+        "cost": cost if is_known else None,
+        "preemption_cost": lost if is_known else None,
+        "on_demand_cost": on_demand,
+        "saved": on_demand - cost if is_known and on_demand is not None else None,
+        "currency": None if not is_known and steady is None else prices.currency,
+    }
+
 
 SECONDS_PER_HOUR: Final = 3600.0
 PARTS: Final = (
@@ -436,3 +492,92 @@ def _preemption_gpu_s(
 def _first(*times: float | None) -> float:
     """Return the first time that is not None. The last one never is."""
     return next(time for time in times if time is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """The attempts `first` to `last`, counted from 1, at one place. Times are Unix seconds.
+
+    `place` is 0 for the first choice of `resources`, and n for the n-th fallback. `costs` are the
+    fields of `prices.costs_of`.
+    """
+
+    place: int
+    name: str
+    first: int
+    last: int
+    began_at: float
+    ended_at: float
+    ettr: float
+    steps_lost: int
+    gpu_hours: float
+    costs: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the values for `--json`."""
+        values = {name: value for name, value in vars(self).items() if name != "costs"}
+        return {**values, **self.costs}
+
+
+def stretches_of(
+    spans: Sequence[Span],
+    resources: Resources,
+    *,
+    created_at: float,
+    until: float,
+    prices: Prices,
+    safe_step: int,
+) -> list[Stretch]:
+    """Return the stretches in order. Their times, GPU hours and costs add up to those of the run.
+
+    The time between two attempts belongs to the later one, and `until` ends the last stretch. For
+    `safe_step`, see `goodput.account`.
+    """
+    held = held_by_attempt(spans, created_at=created_at, until=until, safe_step=safe_step)
+    found = []
+    began_at, first = created_at, 0
+    for place, grouped in groupby(spans, key=lambda span: span.place):
+        own = list(grouped)
+        end = first + len(own)
+        is_last = end == len(spans)
+        ended_at = until if is_last else min(own[-1].ended_at or until, until)
+        # Steps after the one that the next attempt resumed from were trained again there, so they
+        # are lost here.
+        resumed = safe_step if is_last else _resumed_step(spans[end], safe_step)
+        time = account(own, created_at=began_at, until=ended_at, safe_step=resumed)
+        found.append(
+            Stretch(
+                place=place,
+                name=place_name(resources, place),
+                first=first + 1,
+                last=end,
+                began_at=began_at,
+                ended_at=ended_at,
+                ettr=time.ettr,
+                steps_lost=time.steps_lost,
+                gpu_hours=sum(one.hours for one in held[first:end]),
+                costs=costs_of(held[first:end], prices),
+            )
+        )
+        began_at, first = ended_at, end
+    return found
+
+
+def _resumed_step(span: Span, safe_step: int) -> int:
+    """Return the step from which an attempt continued; `safe_step` if that is unknown."""
+    steps = (span.resumed_step, *(launch.resumed_step for launch in span.launches))
+    return next((step for step in steps if step is not None), safe_step)
+
+
+def place_name(resources: Resources, place: int) -> str:
+    """Return a place in words: what it changes, or the partition of the first choice."""
+    if place == 0:
+        return resources.partition or "first choice"
+    found = resources.fallbacks[place - 1]
+    parts = {
+        "": found.partition,
+        "QOS ": found.qos,
+        "account ": found.account,
+        "GPU ": found.gpu_type,
+    }
+    return ", ".join(f"{kind}{value}" for kind, value in parts.items() if value)

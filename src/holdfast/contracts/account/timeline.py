@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from holdfast.contracts.account.goodput import Goodput, KnownSpans, account
-from holdfast.contracts.account.prices import prices_of
+from holdfast.contracts.account.goodput import Goodput, KnownSpans, account, prices_of
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.records.tally import FINAL, Blocked, LaunchSpan, Span, seconds_in

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -383,3 +383,31 @@ def _check_digest(path: str, content: bytes) -> None:
             f"{path}: {problem}; it has changed since the commit",
             damaged=[f"{MANIFEST}: {problem}"],
         )
+
+
+def committed_checkpoints(paths: RunPaths) -> list[Manifest]:
+    """Return the manifests of the run's committed checkpoints, oldest step first.
+
+    Damaged checkpoints are skipped here; `holdfast verify` reports them.
+    """
+    return list(_manifests(paths.list_checkpoints()))
+
+
+def newest_committed(paths: RunPaths, attempt: int) -> Manifest | None:
+    """Return the manifest of the newest step that `attempt` committed, or None."""
+    own = [
+        directory
+        for directory in reversed(paths.list_checkpoints())
+        if (name := CheckpointName.parse(directory.name)) and name.attempt == attempt
+    ]
+    return next(_manifests(own), None)
+
+
+def _manifests(directories: Iterable[Path]) -> Iterator[Manifest]:
+    for directory in directories:
+        try:
+            manifest = read_manifest(directory)
+        except DamagedCheckpointError:
+            continue
+        if manifest is not None:
+            yield manifest

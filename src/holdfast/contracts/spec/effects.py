@@ -14,19 +14,11 @@ from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from holdfast.contracts.plain_text import counted
+from holdfast.contracts.spec import sections
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.spec.consumers import Consumer
 from holdfast.contracts.spec.part import SpecPart
 from holdfast.contracts.spec.resources import Resources
-from holdfast.contracts.spec.sections import (
-    Alerts,
-    Cost,
-    Elastic,
-    Health,
-    Launch,
-    Program,
-    Supervision,
-)
 from holdfast.contracts.states import Cause
 
 GIVEN_CHARACTERS_MAX: Final = 60
@@ -36,31 +28,31 @@ class Sections(Protocol):
     """What decides whether a key acts: the sections and GPU counts of a `RunSpec`."""
 
     @property
-    def launch(self) -> Launch: ...
+    def launch(self) -> sections.Launch: ...
 
     @property
-    def program(self) -> Program: ...
+    def program(self) -> sections.Program: ...
 
     @property
     def resources(self) -> Resources: ...
 
     @property
-    def elastic(self) -> Elastic: ...
+    def elastic(self) -> sections.Elastic: ...
 
     @property
     def checkpoint(self) -> Checkpointing: ...
 
     @property
-    def supervision(self) -> Supervision: ...
+    def supervision(self) -> sections.Supervision: ...
 
     @property
-    def health(self) -> Health: ...
+    def health(self) -> sections.Health: ...
 
     @property
-    def cost(self) -> Cost: ...
+    def cost(self) -> sections.Cost: ...
 
     @property
-    def alerts(self) -> Alerts: ...
+    def alerts(self) -> sections.Alerts: ...
 
     @property
     def on(self) -> tuple[Consumer, ...]: ...

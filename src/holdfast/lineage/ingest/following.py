@@ -31,32 +31,11 @@ from holdfast.contracts.spec.secrets import known_secrets
 from holdfast.lineage.database.states import CheckpointState
 from holdfast.lineage.database.tables import RUNS, lock_run
 from holdfast.lineage.database.transactions import Database
-from holdfast.lineage.ingest import disk
+from holdfast.lineage.ingest import disk, run_changes, run_writes
 from holdfast.lineage.ingest.checkpoint_totals import STORAGE, CheckpointTotals
 from holdfast.lineage.ingest.journal_lines import NewLines, read_new_lines
 from holdfast.lineage.ingest.metrics import follow_metrics
 from holdfast.lineage.ingest.rows import OF_EDGES, AttemptRows, Journaled, bare, run_row
-from holdfast.lineage.ingest.run_changes import (
-    Builder,
-    deleted_in,
-    deletion_of,
-    digest_of,
-    is_ambiguous,
-    journaled_of,
-    named_in,
-)
-from holdfast.lineage.ingest.run_writes import (
-    Change,
-    checkpoints_in,
-    deletions_in,
-    fingerprint_in,
-    lines_in,
-    totals_in,
-    write_attempts,
-    write_checkpoints,
-    write_lines,
-    write_run,
-)
 
 # Checkpoints that an update inspects. A larger change needs a full look.
 NAMES_MAX: Final = 200
@@ -236,7 +215,7 @@ def _look(paths: RunPaths, state: State) -> _News | None:
     # An attempt that ended long ago has a new line. Its rows are not built here.
     if any(_is_late(event.kind, event.data, state) for one in lines for event in one.events):
         return None
-    names = sorted(named_in(lines) | state.watched.keys())
+    names = sorted(run_changes.named_in(lines) | state.watched.keys())
     if len(names) > NAMES_MAX:
         return None
     stamps = {name: disk.survey_checkpoint(paths, name) for name in names}
@@ -258,7 +237,7 @@ def _compare(
     # The folder was moved. A full look decides whose rows these are.
     if run is None or run["directory"] != str(paths.directory):
         return None
-    rows = checkpoints_in(connection, uid, news.names)
+    rows = run_writes.checkpoints_in(connection, uid, news.names)
     is_mine = run["fingerprint"] == state.fingerprint
     number = state.number + news.parts_added(state)
     for name, stamp in news.stamps.items():
@@ -269,7 +248,7 @@ def _compare(
     if not is_mine and run["fingerprint"] != disk.fingerprint_of(number):
         return None
     journals = [one.journal for one in news.lines]
-    lines = {} if is_mine else lines_in(connection, uid, journals)
+    lines = {} if is_mine else run_writes.lines_in(connection, uid, journals)
     return _Seen(is_mine, dict(run), rows, lines, number)
 
 
@@ -283,7 +262,7 @@ def _adopt(database: Database, uid: str, state: State, news: _News, seen: _Seen)
     totals.is_stale |= any(name in state.stamps for name in news.names if name not in seen.rows)
     if totals.is_stale:
         with database.reading() as connection:
-            totals = totals_in(connection, uid)
+            totals = run_writes.totals_in(connection, uid)
     else:
         totals.count_again(seen.run)
     touched = {row["attempt"] for row in seen.rows.values()}
@@ -304,11 +283,11 @@ def _write(
 ) -> State | None:
     """Write what is new; return the new state. Raises `OvertakenError`."""
     history = load_tallied(paths, late=False)
-    if history.record.uid != uid or is_ambiguous(history, news.names):
+    if history.record.uid != uid or run_changes.is_ambiguous(history, news.names):
         raise OvertakenError
     secrets = known_secrets(history.record.spec, paths)
-    journaled = journaled_of(history.lines, state.journaled)
-    builder = Builder.of(history, secrets, journaled[1])
+    journaled = run_changes.journaled_of(history.lines, state.journaled)
+    builder = run_changes.Builder.of(history, secrets, journaled[1])
     changes = _changes(database, uid, builder, news, seen)
     totals = state.totals.copy()
     for _, old, new, _ in changes:
@@ -317,30 +296,30 @@ def _write(
     with database.writing() as connection:
         lock_run(connection, uid)
         # Again under the lock: another process may have written since `_compare`.
-        if fingerprint_in(connection, uid) != state.fingerprint:
+        if run_writes.fingerprint_in(connection, uid) != state.fingerprint:
             raise OvertakenError
-        write_checkpoints(connection, uid, changes)
+        run_writes.write_checkpoints(connection, uid, changes)
         if totals.is_stale:
-            totals = totals_in(connection, uid)
+            totals = run_writes.totals_in(connection, uid)
         groups = _groups(builder, state, news, changes, totals)
-        digests = {number: digest_of(rows) for number, rows in groups.items()}
+        digests = {number: run_changes.digest_of(rows) for number, rows in groups.items()}
         differing = {n: rows for n, rows in groups.items() if digests[n] != state.digests.get(n)}
         is_all = not state.digests
-        write_attempts(connection, uid, differing, is_all=is_all)
+        run_writes.write_attempts(connection, uid, differing, is_all=is_all)
         known = state.lines_of(news.attempts)
-        write_lines(connection, uid, news.lines, secrets, known)
+        run_writes.write_lines(connection, uid, news.lines, secrets, known)
         row = run_row(history, totals, found.fingerprint, state.account)
-        write_run(connection, row, secrets)
+        run_writes.write_run(connection, row, secrets)
     found = replace(found, totals=totals, digests=state.digests | digests)
     # The state is kept for live runs only, because the others change no more.
     return found if history.state.is_live else None
 
 
 def _changes(
-    database: Database, uid: str, builder: Builder, news: _News, seen: _Seen
-) -> list[Change]:
+    database: Database, uid: str, builder: run_changes.Builder, news: _News, seen: _Seen
+) -> list[run_writes.Change]:
     """Return the rows of checkpoints that differ from those in the index."""
-    added = deleted_in(news.lines)
+    added = run_changes.deleted_in(news.lines)
     unknown = {
         name
         for name in news.names
@@ -351,11 +330,11 @@ def _changes(
     }
     if unknown:
         with database.reading() as connection:
-            added |= deletions_in(connection, uid, unknown)
+            added |= run_writes.deletions_in(connection, uid, unknown)
     found = []
     for name in news.names:
         old = seen.rows.get(name)
-        deletion = deletion_of(name, old, added)
+        deletion = run_changes.deletion_of(name, old, added)
         change = builder.checkpoint(name, news.stamps[name], old, deletion)
         is_read = change[3] is not None and change[3].files is not None
         if change[2] != old or is_read:
@@ -364,7 +343,11 @@ def _changes(
 
 
 def _groups(
-    builder: Builder, state: State, news: _News, changes: Sequence[Change], totals: CheckpointTotals
+    builder: run_changes.Builder,
+    state: State,
+    news: _News,
+    changes: Sequence[run_writes.Change],
+    totals: CheckpointTotals,
 ) -> dict[int, AttemptRows]:
     """Return the rows of the attempts that may have changed, and of the run itself as 0."""
     touched = {row["attempt"] for _, old, new, _ in changes for row in (old, new) if row}

@@ -14,15 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.disk import journal_follow
 from holdfast.contracts.disk.journal import Event, each_line, open_journal
-from holdfast.contracts.disk.journal_follow import (
-    JournalPlace,
-    facts_of,
-    has_same_end,
-    is_unchanged,
-    place_at,
-    start_of,
-)
 from holdfast.contracts.disk.paths import RunPaths
 
 # A line takes a few kilobytes in memory.
@@ -51,16 +44,18 @@ class LinePlaces:
     """Where the first lines of journals end, and how many these are. Thread-safe."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Path, tuple[tuple[int, JournalPlace], ...]] = OrderedDict()
+        self._known: OrderedDict[Path, tuple[tuple[int, journal_follow.JournalPlace], ...]] = (
+            OrderedDict()
+        )
         self._lock = threading.Lock()
 
-    def get(self, path: Path, most: int) -> tuple[int, JournalPlace | None]:
+    def get(self, path: Path, most: int) -> tuple[int, journal_follow.JournalPlace | None]:
         """Return a number of lines, at most `most`, and where they end; else 0 and None."""
         with self._lock:
             known = self._known.get(path, ())
         return max((one for one in known if one[0] <= most), key=_lines, default=(0, None))
 
-    def put(self, path: Path, lines: int, place: JournalPlace) -> None:
+    def put(self, path: Path, lines: int, place: journal_follow.JournalPlace) -> None:
         """Remember where the first `lines` lines of a journal end, and the place before."""
         with self._lock:
             # The index may not get the lines that were read last.
@@ -97,15 +92,15 @@ def _read(path: Path, before: NewLines, most: int) -> NewLines:
     `is_replaced` is set if lines that this process has read before are no longer there.
     """
     lines, place = PLACES.get(path, before.lines)
-    if place is not None and lines == before.lines and is_unchanged(path, place):
+    if place is not None and lines == before.lines and journal_follow.is_unchanged(path, place):
         return before
     events: list[Event] = []
     with open_journal(path) as stream:
         if stream is None:
             return replace(before, lines=0)
-        facts = facts_of(stream)
-        offset = start_of(stream, place)
-        is_replaced = place is not None and not has_same_end(stream, place)
+        facts = journal_follow.facts_of(stream)
+        offset = journal_follow.start_of(stream, place)
+        is_replaced = place is not None and not journal_follow.has_same_end(stream, place)
         lines = lines if offset else 0
         is_whole = True
         for found, end in each_line(stream, path, offset):
@@ -118,13 +113,13 @@ def _read(path: Path, before: NewLines, most: int) -> NewLines:
         if not is_whole:
             # The size says that there is more.
             facts = (facts[0], -1, facts[2])
-        PLACES.put(path, lines, place_at(stream, offset, facts))
+        PLACES.put(path, lines, journal_follow.place_at(stream, offset, facts))
     return replace(
         before, lines=lines, events=tuple(events), is_whole=is_whole, is_replaced=is_replaced
     )
 
 
-def _lines(known: tuple[int, JournalPlace | None]) -> int:
+def _lines(known: tuple[int, journal_follow.JournalPlace | None]) -> int:
     return known[0]
 
 

@@ -34,45 +34,12 @@ from holdfast.contracts.records.history_cache import HistoryReader, load_tallied
 from holdfast.contracts.spec.secrets import known_secrets
 from holdfast.lineage.database.tables import RUNS, lock_run
 from holdfast.lineage.database.transactions import Database
+from holdfast.lineage.ingest import disk, run_changes, run_writes
 from holdfast.lineage.ingest.checkpoint_totals import CheckpointTotals
-from holdfast.lineage.ingest.disk import (
-    INGEST_VERSION,
-    Row,
-    Survey,
-    is_same_state,
-    is_there,
-    survey,
-    version_of,
-)
 from holdfast.lineage.ingest.following import IndexProgress, OvertakenError, State, update
 from holdfast.lineage.ingest.journal_lines import NewLines, read_new_lines
 from holdfast.lineage.ingest.metrics import follow_metrics, write_metrics
 from holdfast.lineage.ingest.rows import run_row
-from holdfast.lineage.ingest.run_changes import (
-    Builder,
-    deleted_in,
-    deletion_of,
-    digest_of,
-    is_ambiguous,
-    journaled_of,
-    named_in,
-)
-from holdfast.lineage.ingest.run_writes import (
-    Change,
-    Place,
-    checkpoints_in,
-    deletions_after,
-    deletions_in,
-    fingerprint_in,
-    forget_journals,
-    lines_in,
-    stamps_in,
-    totals_in,
-    write_attempts,
-    write_checkpoints,
-    write_lines,
-    write_run,
-)
 
 # The check for copied run folders: two folders with the same uid.
 
@@ -196,14 +163,14 @@ class _Look:
         with self._database.writing() as connection:
             lock_run(connection, self._uid)
             # Another process has written since the folder was read. Its rows may be newer.
-            if fingerprint_in(connection, self._uid) != self._fingerprint:
+            if run_writes.fingerprint_in(connection, self._uid) != self._fingerprint:
                 raise OvertakenError
             self._begin(connection, history)
             yield connection
             if not fingerprint:
                 # A fingerprint that no folder has. If this process is killed between two
                 # transactions, the next ingest sees that the rows are incomplete.
-                fingerprint = f"{INGEST_VERSION}:~{random.token_hex(8)}"
+                fingerprint = f"{disk.INGEST_VERSION}:~{random.token_hex(8)}"
                 mine = RUNS.c.uid == self._uid
                 connection.execute(RUNS.update().where(mine).values(fingerprint=fingerprint))
         self._fingerprint, self._is_begun = fingerprint, True
@@ -222,7 +189,7 @@ class _Look:
         if self._fresh:
             # All other tables of the run refer to this row, so they are emptied with it.
             connection.execute(delete(RUNS).where(mine.uid == uid))
-        row = run_row(history, CheckpointTotals(), f"{INGEST_VERSION}:")
+        row = run_row(history, CheckpointTotals(), f"{disk.INGEST_VERSION}:")
         # Delete the rows of an earlier run in this folder. A root of another cluster can have the
         # same path, so compare `root_id` too.
         connection.execute(
@@ -234,7 +201,7 @@ class _Look:
             )
         )
         if self._fresh or self._fingerprint is None:
-            write_run(connection, row, self._secrets)
+            run_writes.write_run(connection, row, self._secrets)
             self._stored = {}
 
     def run(self) -> State | None:
@@ -243,9 +210,9 @@ class _Look:
         with self._reading() as connection:
             stored = connection.execute(query).first()
             self._fingerprint = stored.fingerprint if stored else None
-            self._stored = lines_in(connection, self._uid) if stored else {}
+            self._stored = run_writes.lines_in(connection, self._uid) if stored else {}
         # The survey comes first: a change after it gives another fingerprint at the next ingest.
-        seen = survey(self._paths)
+        seen = disk.survey(self._paths)
         if (
             stored
             and not self._fresh
@@ -257,7 +224,7 @@ class _Look:
         # Another version, which knows other event kinds, may have counted the lines differently.
         is_other = (
             stored is None
-            or version_of(stored.fingerprint or "") != INGEST_VERSION
+            or disk.version_of(stored.fingerprint or "") != disk.INGEST_VERSION
             or stored.unknown_kinds != sorted(history.tally.unknown_kinds)
         )
         lines, named, is_replaced = self._write_former_lines(history, is_all=is_other)
@@ -266,7 +233,7 @@ class _Look:
         work = _Work(seen, history, lines, named, is_all=self._fresh or is_other or is_replaced)
         return self._write(work)
 
-    def _leave_as_is(self, seen: Survey) -> State | None:
+    def _leave_as_is(self, seen: disk.Survey) -> State | None:
         if self._held is not None:
             write_metrics(self._held, self._paths, self._uid)
         else:
@@ -277,7 +244,7 @@ class _Look:
             # A newer version wrote these rows.
             return None
         with self._reading() as connection:
-            totals = totals_in(connection, self._uid)
+            totals = run_writes.totals_in(connection, self._uid)
         return State.of(seen, self._fingerprint, self._stored, totals)
 
     def _write_former_lines(
@@ -292,14 +259,14 @@ class _Look:
         is_replaced, is_rebuilt = False, self._fresh or is_all
         while True:
             lines = list(read_new_lines(self._paths, known, self._paths.attempt_numbers()))
-            named |= named_in(lines)
+            named |= run_changes.named_in(lines)
             is_replaced |= (is_new := any(one.is_replaced for one in lines))
             is_rebuilt |= is_replaced
             is_rest = all(one.is_whole for one in lines) and not is_new
-            if is_rest and not (is_rebuilt and deleted_in(lines)):
+            if is_rest and not (is_rebuilt and run_changes.deleted_in(lines)):
                 return lines, named, is_replaced
             with self._writing(history) as connection:
-                write_lines(connection, self._uid, lines, self._secrets, self._stored)
+                run_writes.write_lines(connection, self._uid, lines, self._secrets, self._stored)
             known = {one.journal: one.lines for one in lines}
             self._stored = self._stored | known
 
@@ -307,40 +274,40 @@ class _Look:
         """Write everything that differs from the rows, with the last lines."""
         history, builder = work.history, work.builder(self._secrets)
         fingerprint = work.seen.fingerprint
-        changes: list[Change] = []
+        changes: list[run_writes.Change] = []
         for names, deletions in self._some_at_a_time(work):
             if changes:
                 with self._writing(history) as connection:
-                    write_checkpoints(connection, self._uid, changes)
+                    run_writes.write_checkpoints(connection, self._uid, changes)
             changes = self._read(builder, work, deletions, names)
         with self._writing(history, fingerprint) as connection:
-            write_checkpoints(connection, self._uid, changes)
-            totals = totals_in(connection, self._uid)
+            run_writes.write_checkpoints(connection, self._uid, changes)
+            totals = run_writes.totals_in(connection, self._uid)
             groups = {0: builder.own()}
             groups |= {view.number: builder.attempt(view, totals) for view in history.attempts}
-            write_attempts(connection, self._uid, groups, is_all=True)
+            run_writes.write_attempts(connection, self._uid, groups, is_all=True)
             journals = [one.journal for one in work.lines]
-            forget_journals(connection, self._uid, self._stored.keys() - set(journals))
-            write_lines(connection, self._uid, work.lines, self._secrets, self._stored)
+            run_writes.forget_journals(connection, self._uid, self._stored.keys() - set(journals))
+            run_writes.write_lines(connection, self._uid, work.lines, self._secrets, self._stored)
             row = run_row(history, totals, fingerprint)
-            write_run(connection, row, self._secrets)
+            run_writes.write_run(connection, row, self._secrets)
             write_metrics(connection, self._paths, self._uid)
         lines = {one.journal: one.lines for one in work.lines}
         state = State.of(work.seen, fingerprint, lines, totals)
         state.past = history.past
-        state.digests = {number: digest_of(rows) for number, rows in groups.items()}
+        state.digests = {number: run_changes.digest_of(rows) for number, rows in groups.items()}
         state.watch(work.lines, work.seen.stamps)
         return state if history.state.is_live else None
 
-    def _some_at_a_time(self, work: _Work) -> Iterator[tuple[list[str], dict[str, Row]]]:
+    def _some_at_a_time(self, work: _Work) -> Iterator[tuple[list[str], dict[str, disk.Row]]]:
         """Yield the checkpoints whose rows may change, with who deleted which of them."""
-        names, deletions = self._find_changes(work), deleted_in(work.lines)
+        names, deletions = self._find_changes(work), run_changes.deleted_in(work.lines)
         if work.is_all and self._has_rows:
             # All lines are in the index, except those that came since.
-            place: Place | None = None
+            place: run_writes.Place | None = None
             while True:
                 with self._reading() as connection:
-                    found, place = deletions_after(connection, self._uid, place)
+                    found, place = run_writes.deletions_after(connection, self._uid, place)
                 if not found:
                     break
                 names -= found.keys()
@@ -349,10 +316,10 @@ class _Look:
             unknown = {
                 name
                 for name in names - deletions.keys()
-                if not is_there(work.seen.stamps.get(name, ""))
+                if not disk.is_there(work.seen.stamps.get(name, ""))
             }
             with self._reading() as connection:
-                deletions = deletions_in(connection, self._uid, unknown) | deletions
+                deletions = run_writes.deletions_in(connection, self._uid, unknown) | deletions
         ordered = sorted(names | (deletions.keys() if work.is_all else work.named))
         for start in range(0, len(ordered), CHECKPOINTS_MAX):
             yield ordered[start : start + CHECKPOINTS_MAX], deletions
@@ -365,29 +332,33 @@ class _Look:
         with self._reading() as connection:
             names = {
                 name
-                for name, stamp in stamps_in(connection, self._uid)
+                for name, stamp in run_writes.stamps_in(connection, self._uid)
                 if work.is_all or stamps.get(name, "") != stamp
             }
-            known = {name for name, _ in stamps_in(connection, self._uid)}
+            known = {name for name, _ in run_writes.stamps_in(connection, self._uid)}
         names |= stamps.keys() - known
-        if is_ambiguous(work.history, names):
+        if run_changes.is_ambiguous(work.history, names):
             work.is_all = True
         return names | known | stamps.keys() if work.is_all else names
 
     def _read(
-        self, builder: Builder, work: _Work, deletions: dict[str, Row], names: Sequence[str]
-    ) -> list[Change]:
+        self,
+        builder: run_changes.Builder,
+        work: _Work,
+        deletions: dict[str, disk.Row],
+        names: Sequence[str],
+    ) -> list[run_writes.Change]:
         """Return how the rows of some checkpoints change."""
-        rows: dict[str, Row] = {}
+        rows: dict[str, disk.Row] = {}
         if self._has_rows:
             with self._reading() as connection:
-                rows = checkpoints_in(connection, self._uid, names)
+                rows = run_writes.checkpoints_in(connection, self._uid, names)
         return [
             builder.checkpoint(
                 name,
                 work.seen.stamps.get(name, ""),
                 old := rows.get(name),
-                deletion_of(name, old, deletions, is_ignored=work.is_all),
+                run_changes.deletion_of(name, old, deletions, is_ignored=work.is_all),
             )
             for name in names
         ]
@@ -405,7 +376,7 @@ class _Work:
 
     def __init__(
         self,
-        seen: Survey,
+        seen: disk.Survey,
         history: RunHistory,
         lines: list[NewLines],
         named: set[str],
@@ -415,16 +386,18 @@ class _Work:
         self.seen, self.history, self.lines, self.named = seen, history, lines, named
         self.is_all = is_all
 
-    def builder(self, secrets: Sequence[str]) -> Builder:
-        _, journaled = journaled_of(self.history.lines, None)
-        return Builder.of(self.history, secrets, journaled)
+    def builder(self, secrets: Sequence[str]) -> run_changes.Builder:
+        _, journaled = run_changes.journaled_of(self.history.lines, None)
+        return run_changes.Builder.of(self.history, secrets, journaled)
 
 
-def _is_current(fingerprint: str, unknown_kinds: Sequence[str], seen: Survey) -> bool:
+def _is_current(fingerprint: str, unknown_kinds: Sequence[str], seen: disk.Survey) -> bool:
     """Return True if the folder has not changed and this version would not build more rows.
 
     Rows that a newer version wrote are kept.
     """
     # This program knows a kind that the one before could not read, so the run is read again.
     known = {str(kind) for kind in EventKind}
-    return not known.intersection(unknown_kinds) and is_same_state(fingerprint, seen.fingerprint)
+    return not known.intersection(unknown_kinds) and disk.is_same_state(
+        fingerprint, seen.fingerprint
+    )

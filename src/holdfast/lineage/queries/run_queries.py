@@ -12,9 +12,7 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, Engine, func, or_, select
 
-from holdfast.contracts.account.goodput import account, segments
-from holdfast.contracts.account.prices import prices_of
-from holdfast.contracts.account.stretches import stretches_of
+from holdfast.contracts.account.goodput import account, prices_of, segments, stretches_of
 from holdfast.contracts.account.timeline import KINDS, TimelineMark, launches_of
 from holdfast.contracts.disk.journal import EventKind, problem_with_facts
 from holdfast.contracts.disk.paths import CheckpointName

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.node.handshake import parse_ports
-from holdfast.contracts.node.memory import free_memory
+from holdfast.contracts.node.limits import free_memory
 from holdfast.trainer.neighbour.line import Line, call
 from holdfast.trainer.neighbour.node_copy import NodeCopy, copy_slots
 from holdfast.trainer.neighbour.receiver import RESERVE_BYTES, STRANGE, CopyReceiver, name_files

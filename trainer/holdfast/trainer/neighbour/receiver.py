@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from holdfast.contracts.disk.durable import to_json, write_bytes
 from holdfast.contracts.node.handshake import listen, own_addresses
-from holdfast.contracts.node.memory import free_memory
+from holdfast.contracts.node.limits import free_memory
 from holdfast.trainer.neighbour.line import Line, answer
 from holdfast.trainer.neighbour.node_copy import PIECE_BYTES, CopyBlock, NodeCopy
 

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar, cast
 import psutil
 
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.node.memory import group_room
+from holdfast.contracts.node.limits import group_room
 from holdfast.trainer.format.columns import KINDS, Block, BlockPattern, Rows, join, pack
 from holdfast.trainer.planning.global_plan import GlobalPlan, Kept, plan_all
 from holdfast.trainer.planning.layout import Layout, add_metadata, add_train_state, plan_layout

@@ -17,35 +17,22 @@ from holdfast.contracts.records.attempt import LaunchRecord, Outcome
 from holdfast.contracts.records.history import goes_on_after_numerics, stopped_for_numerics
 from holdfast.contracts.spec.steps_total import steps_total
 from holdfast.contracts.states import Cause
+from holdfast.workers.agent import losses
 from holdfast.workers.agent.blame import blame_checkpoint
 from holdfast.workers.agent.context import LAUNCHES_MAX, AgentContext, NodePlace, take_number
 from holdfast.workers.agent.health.gpus import GpuJudge
 from holdfast.workers.agent.health.root_check import RootCheck
 from holdfast.workers.agent.health.watch import HealthWatch
 from holdfast.workers.agent.launch.warm_standby import StandbyPlan
-from holdfast.workers.agent.losses import (
-    events_of_leads,
-    launches_before,
-    lost_numbers,
-    may_continue_without,
-    plan_without,
-    stop_of,
-)
 from holdfast.workers.agent.neighbours import Neighbours
 from holdfast.workers.agent.node import CrashReport, LedNode, NodeReport
 from holdfast.workers.agent.node_group import NodeGroup
 from holdfast.workers.agent.runtime import NodeRuntime
+from holdfast.workers.agent.stops import sources
 from holdfast.workers.agent.stops.agreement import StopAgreement
 from holdfast.workers.agent.stops.departure import Departure, SlowNodes
 from holdfast.workers.agent.stops.listener import StopListener
 from holdfast.workers.agent.stops.signals import SignalBox
-from holdfast.workers.agent.stops.sources import (
-    RESERVE_S,
-    StopRequest,
-    StopWatch,
-    drain_until,
-    kill_at,
-)
 from holdfast.workers.agent.succession import FIRST, begin_term, renew, step_back
 from holdfast.workers.agent.watch.hangs import HangWatch
 from holdfast.workers.agent.watch.paired_test import PairedTests
@@ -193,7 +180,7 @@ class Lead:
         self.verdict = ""
         self._journal, self._host = journal, host
         self._supervision = context.request.supervision
-        self._stops = StopWatch(context, lambda: runtime.step_s)
+        self._stops = sources.StopWatch(context, lambda: runtime.step_s)
         self._listener = StopListener(context, signals, self._stops)
         self.group = NodeGroup(context, journal, self._listener, runtime)
         self.health = HealthWatch(context, self.group, self._listener, journal)
@@ -207,7 +194,7 @@ class Lead:
         self._restarts = 0
         # Nodes know the first term from the start.
         self._begun_term = FIRST
-        self._announced: StopRequest | None = None
+        self._announced: sources.StopRequest | None = None
         self._hangs = HangWatch(context.request, context.attempt, journal)
         self._agreement = StopAgreement(self.group, journal, context.attempt.number, self._note)
         ask_test = self._agreement.early_save.ask_test
@@ -221,7 +208,7 @@ class Lead:
         self._standby_plan = StandbyPlan(context, self.group.address, self._note)
 
     @property
-    def stop_request(self) -> StopRequest | None:
+    def stop_request(self) -> sources.StopRequest | None:
         """Why the attempt should stop, or None if nothing has requested it."""
         return self._listener.stop_request
 
@@ -249,8 +236,8 @@ class Lead:
         assert self._host is not None
         attempt = self.context.attempt
         number, report = runtime.heartbeat.launch, runtime.report()
-        events = events_of_leads(attempt)
-        self.launches, started_at = launches_before(events, number)
+        events = losses.events_of_leads(attempt)
+        self.launches, started_at = losses.launches_before(events, number)
         ended = Ended(
             ending="crashed", exit_code=None, reports=(report,), crash_report=CrashReport()
         )
@@ -264,8 +251,8 @@ class Lead:
             last_step=ended.completed if ended.gained else None,
         )
         self.launches.append(ended.record(number, started_at))
-        self._listener.recall(stop_of(events))
-        left = set(range(self.context.nodes_of_job)) - lost_numbers(events)
+        self._listener.recall(losses.stop_of(events))
+        left = set(range(self.context.nodes_of_job)) - losses.lost_numbers(events)
         self.group.gather_left(self._host, left - {self.context.node}, number, JOIN_WAIT_S)
         self.group.take_losses(before.host, self.nodes, events)
         self.group.term = before.term
@@ -529,7 +516,9 @@ class Lead:
     def _give_way(self) -> None:
         """If this node is the one that is cut off, let another one continue with the others."""
         context, heartbeat = self.context, self._runtime.heartbeat
-        if self.group.is_cut_off() and may_continue_without(context, self.nodes, context.host):
+        if self.group.is_cut_off() and losses.may_continue_without(
+            context, self.nodes, context.host
+        ):
             self._note(f"{context.host} has lost the others, so it waits for another lead")
             self.group.ask_all(lambda node: node.kill())
             heartbeat.is_paused = True
@@ -542,7 +531,7 @@ class Lead:
 
         def until() -> float:
             is_lost = bool(group.lost)
-            return drain_until(began, self._supervision, self.stop_request, is_lost=is_lost)
+            return sources.drain_until(began, self._supervision, self.stop_request, is_lost=is_lost)
 
         # Files on the nodes' own disks count only once mirrored, so a restart waits for the mirror.
         has_local = bool(self.context.request.checkpoint.local)
@@ -556,12 +545,12 @@ class Lead:
             return
         until = clocks.now() + self._supervision.flush_timeout_s
         if self.stop_request is not None and self.stop_request.deadline is not None:
-            until = min(until, self.stop_request.deadline - RESERVE_S)
+            until = min(until, self.stop_request.deadline - sources.RESERVE_S)
 
         def end() -> float:
             self.group.ask_reports()
             self._handle_notices()
-            return min(until, self._listener.late_deadline - RESERVE_S)
+            return min(until, self._listener.late_deadline - sources.RESERVE_S)
 
         if late := self.group.drain_all(end, mirror=True):
             self._note(f"the mirror did not receive all commits of {', '.join(late)} in time")
@@ -594,12 +583,12 @@ class Lead:
             self._announced = stop_request
             self.group.announce(stop_request.deadline)
 
-    def _kill_at(self, stop_request: StopRequest) -> float:
+    def _kill_at(self, stop_request: sources.StopRequest) -> float:
         """Return when processes that still run are killed (Unix seconds)."""
         has_session = self.program is not None or any(
             report.registered for report in self.group.reports.values()
         )
-        return kill_at(stop_request, self._supervision, has_session=has_session)
+        return sources.kill_at(stop_request, self._supervision, has_session=has_session)
 
     # --- drained nodes ----------------------------------------------------------------------
 
@@ -633,7 +622,7 @@ class Lead:
         """Decide about another launch, on all nodes or without the lost ones."""
         if not self.group.lost:
             return self._may_restart(ended)
-        plan = plan_without(
+        plan = losses.plan_without(
             self.context, nodes=self.nodes, lost=self.group.lost, spares=len(self.group.spares)
         )
         cause = self.bad_ending(ended)[0].cause

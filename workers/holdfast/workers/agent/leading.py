@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from holdfast.contracts.disk.durable import STORAGE_FULL
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
-from holdfast.contracts.disk.manifest import Manifest
+from holdfast.contracts.disk.manifest import Manifest, newest_committed
 from holdfast.contracts.errors import InterfaceError, SchedulerError
 from holdfast.contracts.node.channel import ChannelHost
 from holdfast.contracts.records.attempt import LaunchRecord, Outcome, Submission, create_document
@@ -29,7 +29,6 @@ from holdfast.workers.agent.stops.signals import SignalBox
 from holdfast.workers.agent.stops.sources import StopRequest
 from holdfast.workers.agent.succession import FIRST, SupersededError, leads, renew
 from holdfast.workers.decisions.causes import STATE_OF_CAUSE, Ending, RankFailure
-from holdfast.workers.runs.manifests import newest_committed
 from holdfast.workers.runs.run_folders import with_reserve
 from holdfast.workers.schedulers import executor_for
 

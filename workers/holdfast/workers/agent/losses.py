@@ -21,13 +21,7 @@ from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.stops.sources import StopRequest
-from holdfast.workers.decisions.drained_nodes import (
-    DrainPlan,
-    NodePlan,
-    may_leave,
-    plan_departure,
-    plan_nodes,
-)
+from holdfast.workers.decisions import drained_nodes
 from holdfast.workers.runs.feasibility import Feasibility
 
 _OF_OTHER_NODES: Final = re.compile(r"(?:node-(?!0000\.)|mirror-)\d+\.jsonl")
@@ -35,7 +29,7 @@ _OF_OTHER_NODES: Final = re.compile(r"(?:node-(?!0000\.)|mirror-)\d+\.jsonl")
 
 def plan_without(
     context: AgentContext, *, nodes: int, lost: Sequence[str], spares: int
-) -> NodePlan:
+) -> drained_nodes.NodePlan:
     """Return how the attempt continues, which trained on `nodes` nodes, without the lost ones.
 
     The sizes are those that a relaunch may have: by the spec, and by the newest checkpoint. What
@@ -43,7 +37,7 @@ def plan_without(
     """
     try:
         spec, fits = _sizes(context.run)
-        return plan_nodes(
+        return drained_nodes.plan_nodes(
             spec,
             nodes=nodes,
             lost=lost,
@@ -53,7 +47,7 @@ def plan_without(
         )
     except (HoldfastError, OSError) as error:
         # The supervisor reports why the run's records cannot be read.
-        return NodePlan(reason=f"lost nodes: {', '.join(lost)}; {error}")
+        return drained_nodes.NodePlan(reason=f"lost nodes: {', '.join(lost)}; {error}")
 
 
 def may_continue_without(context: AgentContext, nodes: int, lead: str) -> bool:
@@ -74,16 +68,16 @@ def plan_without_drained(
     training: Sequence[str],
     spares: Sequence[str],
     what: str = "drained",
-) -> DrainPlan:
+) -> drained_nodes.DrainPlan:
     """Return how the attempt leaves its drained hosts; the sizes are those of `plan_without`.
 
     `what` is said of these hosts: `drained` or `slow`.
     """
     try:
         spec, fits = _sizes(context.run)
-        if not may_leave(spec, context.request):
-            return DrainPlan(reason=f"the run needs its nodes: {', '.join(drained)}")
-        return plan_departure(
+        if not drained_nodes.may_leave(spec, context.request):
+            return drained_nodes.DrainPlan(reason=f"the run needs its nodes: {', '.join(drained)}")
+        return drained_nodes.plan_departure(
             spec,
             drained=drained,
             training=training,
@@ -93,7 +87,7 @@ def plan_without_drained(
             what=what,
         )
     except (HoldfastError, OSError) as error:
-        return DrainPlan(reason=f"{what} nodes: {', '.join(drained)}; {error}")
+        return drained_nodes.DrainPlan(reason=f"{what} nodes: {', '.join(drained)}; {error}")
 
 
 def _sizes(run: RunPaths) -> tuple[RunSpec, Callable[[int], bool]]:

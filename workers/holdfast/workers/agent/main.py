@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.contracts.node.descriptors import raise_descriptor_limit
+from holdfast.contracts.node.limits import raise_descriptor_limit
 from holdfast.workers.agent.launch.loaded_torchrun import LoadedTorchrun
 
 

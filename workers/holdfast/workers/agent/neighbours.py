@@ -10,14 +10,7 @@ import time
 from typing import Final
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
-from holdfast.contracts.records.protection import (
-    COPIES,
-    NO_OTHER_NODE,
-    SHORT_STEPS,
-    SLOW_COPIES,
-    SPARES,
-    ProtectionNotes,
-)
+from holdfast.contracts.records import protection
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.node import LedNode
 from holdfast.workers.agent.node_group import NodeGroup
@@ -42,7 +35,10 @@ class Neighbours:
     ) -> None:
         self._context, self._group, self._journal, self._here = context, group, journal, here
         number = context.attempt.number
-        self._copies, self._spares = (ProtectionNotes(one, number) for one in (COPIES, SPARES))
+        self._copies, self._spares = (
+            protection.ProtectionNotes(one, number)
+            for one in (protection.COPIES, protection.SPARES)
+        )
         self._launch, self._nodes = 0, 0
         self._state = CopyState()
         self._began, self._commits = 0.0, 0
@@ -57,7 +53,7 @@ class Neighbours:
         names = [node.name for node in self._group.nodes]
         if len(names) < 2:
             if request.nodes > 1 or request.checkpoint.neighbour is True:
-                self._note(self._copies, NO_OTHER_NODE)
+                self._note(self._copies, protection.NO_OTHER_NODE)
             return
         places = {name: place for place, name in enumerate(names)}
         holders = choose_neighbours(self._group.switches)
@@ -81,12 +77,12 @@ class Neighbours:
         here = (self._launch, self._state.number)
         if any((r.copied.launch, r.copied.number) != here for r in reports):
             if self._here.commits - self._commits >= COMMITS_MAX:
-                self._note(self._copies, SLOW_COPIES)
+                self._note(self._copies, protection.SLOW_COPIES)
             return
         ends = [RoundEnd(step=r.copied.step, is_missed=r.copied.is_missed) for r in reports]
         ended = self._state.after(ends)
         if ended.factor == FACTOR_MAX:
-            self._note(self._copies, SHORT_STEPS)
+            self._note(self._copies, protection.SHORT_STEPS)
         elif ended.factor == 1 and self._here.commits - self._commits < COMMITS_MAX:
             self._note(self._copies, "")
         self._commits = self._here.commits
@@ -107,6 +103,6 @@ class Neighbours:
             problem = f"no spare node is left; lost or left: {gone}"
         self._note(self._spares, problem)
 
-    def _note(self, notes: ProtectionNotes, problem: str) -> None:
+    def _note(self, notes: protection.ProtectionNotes, problem: str) -> None:
         if facts := notes.change(self._launch, problem):
             self._journal.append(EventKind.PROTECTION, **facts)

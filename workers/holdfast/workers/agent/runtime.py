@@ -21,16 +21,10 @@ from holdfast.workers.agent.context import AgentContext, NodePlace
 from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
 from holdfast.workers.agent.health.checks import HealthChecks
 from holdfast.workers.agent.health.gpus import GpuHealth
+from holdfast.workers.agent.launch import warm_standby
 from holdfast.workers.agent.launch.command import Handles, place_environment
 from holdfast.workers.agent.launch.flusher_supervisor import AgentFlusherSupervisor
 from holdfast.workers.agent.launch.torchrun import Torchrun
-from holdfast.workers.agent.launch.warm_standby import (
-    LOOPBACK,
-    Place,
-    WarmStandby,
-    free_port,
-    has_memory_for,
-)
 from holdfast.workers.agent.node import CopyRound, CrashReport, NodeReport
 from holdfast.workers.agent.notices.watch import NoticeWatch
 from holdfast.workers.agent.watch.heartbeat import Heartbeat, earlier_times, oom_kills
@@ -76,9 +70,9 @@ class NodeRuntime(StatusPort):
             self.note,
         )
         self._refusal: RankFailure | None = None
-        self._standby: WarmStandby | None = None
-        self._released: WarmStandby | None = None
-        self._place: Place | None = None
+        self._standby: warm_standby.WarmStandby | None = None
+        self._released: warm_standby.WarmStandby | None = None
+        self._place: warm_standby.Place | None = None
         self._oom_kills_before = 0
         self._salvaged_journaled = self._failed_journaled = 0
         self._is_stopping = self._is_told = False
@@ -152,10 +146,10 @@ class NodeRuntime(StatusPort):
         """Start torchrun. What this node lacks for it is reported like a failure of the ranks."""
         try:
             if is_alone:
-                self._place = Place()
+                self._place = warm_standby.Place()
                 self._place.write(place_environment(self._placed, address, port))
                 ports = self.context.request.supervision.port_range
-                address, port = LOOPBACK, free_port(ports)
+                address, port = warm_standby.LOOPBACK, warm_standby.free_port(ports)
             self._torchrun = Torchrun(
                 self._placed,
                 launch,
@@ -185,9 +179,11 @@ class NodeRuntime(StatusPort):
 
     def prepare(self, launch: int, address: str, port: int) -> None:
         self._discard_standby()
-        if has_memory_for(self.context.request.ranks_per_node):
+        if warm_standby.has_memory_for(self.context.request.ranks_per_node):
             try:
-                self._standby = WarmStandby(self._placed, launch, address, port, self._handles())
+                self._standby = warm_standby.WarmStandby(
+                    self._placed, launch, address, port, self._handles()
+                )
             except HoldfastError as error:
                 self.note(f"no warm standby: {error}")
         else:

@@ -17,16 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from holdfast.contracts import errors
 from holdfast.contracts.disk.durable import fsync_directory, make_directory
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import MANIFEST, ConsumerPaths, RunPaths
-from holdfast.contracts.errors import (
-    HoldfastError,
-    SchedulerError,
-    SchedulerUnavailableError,
-    SpecError,
-)
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.records.attempt import (
     Claim,
@@ -56,12 +51,7 @@ from holdfast.contracts.spec.consumers import Consumer
 from holdfast.contracts.spec.keep_rules import ranked
 from holdfast.contracts.states import Cause
 from holdfast.workers.checkpoints.trainer_call import NEUTRAL_FOLDER
-from holdfast.workers.decisions.consumers import (
-    CheckpointEvents,
-    find_due,
-    find_startable,
-    state_after,
-)
+from holdfast.workers.decisions import consumers
 from holdfast.workers.nodes.processes import ProcessName, end_processes, find_process, is_alive
 from holdfast.workers.nodes.setup_lines import after_setup
 from holdfast.workers.runs.request import consumer_request, working_directory_of
@@ -111,7 +101,7 @@ class Consumers:
         self._reap()
         for use in [one for one in uses.values() if one.state is ConsumerState.STARTED]:
             self._follow(use, wanted.get(use.consumer), uses, journal)
-        for use in find_startable(open_uses(uses), time.time()):
+        for use in consumers.find_startable(open_uses(uses), time.time()):
             self._start(history, use, wanted.get(use.consumer), uses, journal)
         is_open = any(one.state.is_open for one in uses.values())
         return ConsumerTurn(is_open, has_new, tuple(self._messages))
@@ -129,14 +119,16 @@ class Consumers:
         seen = (history.tally.committed, newest, ended, history.state)
         if seen == self._seen:
             return False
-        due = find_due(history.spec.on, self._look(history, uses), uses)
+        due = consumers.find_due(history.spec.on, self._look(history, uses), uses)
         for one in due:
             use = Use(one.consumer, one.checkpoint, ConsumerState.DUE, 0, 0, one.step, time.time())
             self._write(use, uses, journal)
         self._seen = seen
         return bool(due)
 
-    def _look(self, history: RunHistory, uses: Mapping[tuple[str, str], Use]) -> CheckpointEvents:
+    def _look(
+        self, history: RunHistory, uses: Mapping[tuple[str, str], Use]
+    ) -> consumers.CheckpointEvents:
         """Return what has happened to the run's checkpoints."""
         events = history.events
         left_out = {*excluded_checkpoints(events), *damaged_checkpoints(events)}
@@ -153,7 +145,7 @@ class Consumers:
             if one.cause is Cause.PREEMPTION and one.number in commits
         ]
         is_over = not history.state.is_live and bool(committed)
-        return CheckpointEvents(
+        return consumers.CheckpointEvents(
             committed=committed,
             pinned=pinned_checkpoints(events),
             best=self._best(history, committed),
@@ -170,7 +162,7 @@ class Consumers:
             return ""
         manifests = []
         for name, _ in committed:
-            with contextlib.suppress(HoldfastError, OSError):
+            with contextlib.suppress(errors.HoldfastError, OSError):
                 if (found := read_manifest(self.paths.checkpoint(name))) is not None:
                     manifests.append(found)
         order = ranked(with_reported(manifests, history.events), rule.metric, rule.mode)
@@ -210,10 +202,10 @@ class Consumers:
                 write_document(paths.submission, submission)
             else:
                 self._processes[paths.number] = self._spawn(history, paths, consumer)
-        except SchedulerUnavailableError:
+        except errors.SchedulerUnavailableError:
             # It may have been accepted. The next turn looks for it.
             raise
-        except (SchedulerError, OSError) as error:
+        except (errors.SchedulerError, OSError) as error:
             self._close(paths, f"it was not started: {error}")
 
     def _reserve(self) -> ConsumerPaths:
@@ -271,9 +263,9 @@ class Consumers:
                 order = read_document(ConsumerOrder, paths.order)
                 claim = read_document(Claim, paths.claim)
                 outcome = self._lost(paths, order, claim)
-        except SchedulerUnavailableError:
+        except errors.SchedulerUnavailableError:
             raise
-        except HoldfastError as error:
+        except errors.HoldfastError as error:
             outcome = ConsumerOutcome.failed(f"its records cannot be read: {error}")
         if outcome is not None:
             self._end(use, consumer, outcome, uses, journal)
@@ -364,9 +356,9 @@ class Consumers:
                 if metrics:
                     facts = {"by": use.consumer, "consumer": use.consumer}
                     report(self.paths, use.checkpoint, metrics, journal=journal, **facts)
-            except SpecError as error:
+            except errors.SpecError as error:
                 is_done, reason = False, str(error)
-        state = state_after(consumer, use.tries, is_done=is_done)
+        state = consumers.state_after(consumer, use.tries, is_done=is_done)
         self._write(_with(use, state, reason=reason), uses, journal)
         self._processes.pop(use.start, None)
         for key in [one for one in self._since if one[0] == use.start]:

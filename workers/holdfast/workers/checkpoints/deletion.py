@@ -19,15 +19,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from holdfast.contracts.disk.durable import (
-    STORAGE_FULL,
-    fsync_directory,
-    make_directory,
-    write_bytes,
-)
+from holdfast.contracts.disk import durable
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.leases import readers, storage_time
-from holdfast.contracts.disk.manifest import read_tombstone
+from holdfast.contracts.disk.manifest import committed_checkpoints, read_tombstone
 from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.disk.paths import (
     MANIFEST,
@@ -52,7 +47,6 @@ from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.checkpoints import retention
 from holdfast.workers.checkpoints.retention import KeepVerdict
 from holdfast.workers.checkpoints.trainer_call import NEUTRAL_FOLDER
-from holdfast.workers.runs.manifests import committed_checkpoints
 
 # Delete the copies of a run's deleted checkpoints from its mirror.
 #
@@ -165,7 +159,7 @@ def _record_failure(paths: RunPaths, text: str, writer: str) -> None:
 def _mark(paths: RunPaths, name: str) -> None:
     """Create an empty file beside the tombstones."""
     folder = real_folder(paths.tombstones)
-    write_bytes(folder / name, b"", below=base_of(folder))
+    durable.write_bytes(folder / name, b"", below=base_of(folder))
 
 
 def _has_failed_lately(paths: RunPaths) -> bool:
@@ -279,7 +273,7 @@ def _held(paths: RunPaths) -> Iterator[RunPaths]:
     """Hold the changed folders open, so that no symbolic link can redirect a deletion."""
     for folder in (paths.checkpoints, paths.tombstones):
         if not folder.is_dir():
-            make_directory(folder)
+            durable.make_directory(folder)
     with hold(paths) as held:
         yield held
 
@@ -292,8 +286,8 @@ def make_newest_durable(paths: RunPaths) -> None:
     newest = committed_checkpoints(paths)[-1:]
     for manifest in newest:
         directory = paths.checkpoint(manifest.name)
-        fsync_directory(directory)
-        fsync_directory(paths.checkpoints)
+        durable.fsync_directory(directory)
+        durable.fsync_directory(paths.checkpoints)
 
 
 def finish_deletions(paths: RunPaths) -> None:
@@ -343,7 +337,7 @@ def _delete(paths: RunPaths, checkpoint: str, *, reason: str, by: str, writer: s
     facts = {"checkpoint": checkpoint, "reason": reason, "by": by}
     # The line comes first: SQL and the run's history are rebuilt from the journal.
     is_journaled = _journal(paths, writer, EventKind.CHECKPOINT_DELETED, **facts)
-    make_directory(paths.tombstones)
+    durable.make_directory(paths.tombstones)
     try:
         # The rename selects one of several deleters and needs no space, see decision 12.
         os.rename(directory / MANIFEST, tombstone)
@@ -354,17 +348,17 @@ def _delete(paths: RunPaths, checkpoint: str, *, reason: str, by: str, writer: s
     kept_by = _protected_since(paths, checkpoint)
     if kept_by:
         os.rename(tombstone, directory / MANIFEST)
-        fsync_directory(directory)
+        durable.fsync_directory(directory)
         text = f"{checkpoint} was not deleted: it is {kept_by}"
         _journal(paths, writer, EventKind.NOTE, text=text)
         return False
     # Both ends of the rename: until then, a power cut could bring the manifest back to a directory
     # whose files are gone.
     for parent in (paths.tombstones, directory):
-        fsync_directory(parent)
+        durable.fsync_directory(parent)
     _move_to_removing(paths, checkpoint)
     shutil.rmtree(paths.removing(checkpoint), ignore_errors=True)
-    fsync_directory(paths.checkpoints)
+    durable.fsync_directory(paths.checkpoints)
     if not is_journaled:
         # The disk was too full for the line before. Now there is space.
         _journal(paths, writer, EventKind.CHECKPOINT_DELETED, **facts)
@@ -396,7 +390,7 @@ def _journal(paths: RunPaths, writer: str, kind: EventKind, **facts: Any) -> boo
         with JournalWriter(paths.journal_of(writer)) as journal:
             journal.append(kind, **facts)
     except OSError as error:
-        if error.errno not in STORAGE_FULL:
+        if error.errno not in durable.STORAGE_FULL:
             raise
         return False
     return True
@@ -407,4 +401,4 @@ def _move_to_removing(paths: RunPaths, checkpoint: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         # The directory leaves the listing in one step, so nobody finds half a checkpoint.
         os.rename(paths.checkpoint(checkpoint), paths.removing(checkpoint))
-    fsync_directory(paths.checkpoints)
+    durable.fsync_directory(paths.checkpoints)

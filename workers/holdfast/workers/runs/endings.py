@@ -357,9 +357,9 @@ def _ending_data(
     paths: RunPaths, attempt: AttemptPaths, seen: Observation, own: list[Event]
 ) -> dict[str, Any]:
     """Return the `attempt_ended` line's data: the ending, and the facts that readers need."""
+    from holdfast.contracts.disk.manifest import newest_committed
     from holdfast.workers.decisions.causes import classify
     from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
-    from holdfast.workers.runs.manifests import newest_committed
 
     losses = [str(event.data["host"]) for event in own if event.kind is EventKind.NODE_LOST]
     lost_hosts = list(dict.fromkeys(losses))

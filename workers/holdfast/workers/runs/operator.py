@@ -32,13 +32,8 @@ from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.orders import OrderBook, OrderState, open_orders, orders_of
 from holdfast.contracts.records.saving import trained_in, why_nothing_is_saved
 from holdfast.contracts.states import AttemptState, RunState
+from holdfast.workers.decisions import places
 from holdfast.workers.decisions.exclusions import Rooms, exclude_for
-from holdfast.workers.decisions.places import (
-    ReturnWatch,
-    place_of,
-    reason_to_move,
-    relaunch_request,
-)
 from holdfast.workers.decisions.sizes import problem_with
 from holdfast.workers.runs.feasibility import Feasibility
 from holdfast.workers.runs.run_folders import release_reserve, why_not_submitted
@@ -56,21 +51,23 @@ def move_on(history: RunHistory, *, now: float, writer: str) -> str:
     `now` is Unix seconds. Raises `SchedulerError` if the scheduler does not answer.
     """
     last = history.last_attempt
-    why = reason_to_move(history, now=now)
-    following = history.spec.resources.next_place(place_of(last))
+    why = places.reason_to_move(history, now=now)
+    following = history.spec.resources.next_place(places.place_of(last))
     if last is None or following is None or not why or not is_pending_now(history, last):
         return ""
     return _request_move(history, last, following, why, writer)
 
 
-def return_when_free(watch: ReturnWatch, history: RunHistory, *, now: float, writer: str) -> str:
+def return_when_free(
+    watch: places.ReturnWatch, history: RunHistory, *, now: float, writer: str
+) -> str:
     """Have an attempt that runs or waits elsewhere continue at the first choice if it is time.
 
     Returns what follows, or ''. Raises `SchedulerError` if the scheduler does not answer about the
     job.
     """
     last, resources = history.last_attempt, history.spec.resources
-    if last is None or place_of(last) == 0:
+    if last is None or places.place_of(last) == 0:
         return ""
     rooms = Rooms(lambda _: executor_for(resources.executor).room(resources, is_urgent=False))
     try:
@@ -97,7 +94,7 @@ def is_pending_now(history: RunHistory, last: AttemptView) -> bool:
 
 
 def _request_move(history: RunHistory, last: AttemptView, place: int, why: str, writer: str) -> str:
-    facts = relaunch_request(last, place, why)
+    facts = places.relaunch_request(last, place, why)
     # `request` sets it under the lock of the orders, from the attempt that is the last one then.
     del facts["after_attempt"]
     done = request(history.paths, writer=writer, seen=history.newest_order, **facts)

@@ -17,6 +17,7 @@ from typing import Any, Final
 from holdfast.contracts.disk.durable import fsync_directory
 from holdfast.contracts.disk.file_locks import locked
 from holdfast.contracts.disk.leases import readers
+from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.disk.paths import OF_RUN, RunPaths, real_folder
 from holdfast.contracts.disk.reading import is_mine
 from holdfast.contracts.disk.visits import own_runs, visit
@@ -24,7 +25,6 @@ from holdfast.contracts.errors import RunConflictError
 from holdfast.contracts.records.attempt import RunRecord
 from holdfast.contracts.records.history import load_history, pinned_checkpoints
 from holdfast.contracts.records.orders import open_orders
-from holdfast.workers.runs.manifests import committed_checkpoints
 from holdfast.workers.runs.run_folders import read_record, require_own
 
 # No run's name begins with a dot.

@@ -13,12 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from holdfast.contracts.disk.durable import (
-    STORAGE_FULL,
-    fsync_directory,
-    make_directory,
-    write_bytes,
-)
+from holdfast.contracts.disk import durable
 from holdfast.contracts.disk.file_locks import locked
 from holdfast.contracts.disk.paths import (
     OF_RUN,
@@ -79,7 +74,7 @@ def create_run(
     is_snapshot = spec.launch.code == "snapshot"
     code = find_code(Path(spec.launch.working_directory)) if is_snapshot else None
     paths = RunPaths(root / (folder or spec.name))
-    make_directory(root)
+    durable.make_directory(root)
     ensure_root_id(root)
     try:
         paths.directory.mkdir()
@@ -88,7 +83,7 @@ def create_run(
             raise RunConflictError(
                 f"{paths.directory}: a run of this name exists already; give another name"
             ) from None
-    fsync_directory(root)
+    durable.fsync_directory(root)
     record = RunRecord(
         uid=uuid.uuid4().hex,
         run=paths.name,
@@ -124,7 +119,7 @@ def _fill_folder(paths: RunPaths, spec: RunSpec, record: RunRecord, code: CodeFi
         # Before anything else is written: `checkpoints` cannot become a link once it is a folder.
         _link_checkpoints(paths, Path(spec.checkpoint.directory) / f"{paths.name}.{record.uid}")
     for directory in (paths.journal, paths.attempts, paths.checkpoints, paths.tombstones):
-        make_directory(directory)
+        durable.make_directory(directory)
     keep_reserve(paths)
     if code is not None:
         copy_code(code, paths.code)
@@ -163,20 +158,20 @@ def _link_checkpoints(paths: RunPaths, target: Path) -> None:
         target = real_folder(paths.checkpoints).parent
     # A link must not lead to a missing folder: `real_folder` would follow it.
     for folder in (paths.checkpoints, paths.tombstones):
-        make_directory(target / folder.name)
+        durable.make_directory(target / folder.name)
     with contextlib.suppress(FileExistsError):
         paths.tombstones.symlink_to(target / paths.tombstones.name)
     with contextlib.suppress(FileExistsError):
         (target / OF_RUN).symlink_to(paths.directory.absolute())
-    fsync_directory(target)
-    fsync_directory(paths.directory)
+    durable.fsync_directory(target)
+    durable.fsync_directory(paths.directory)
 
 
 def keep_reserve(paths: RunPaths) -> None:
     """Reserve space in the run's folder, so that an operator's request fits on a full disk."""
     if not paths.reserve.exists():
         # Random bytes take up space even on compressing file systems.
-        write_bytes(paths.reserve, os.urandom(RESERVE_BYTES), mode=0o600)
+        durable.write_bytes(paths.reserve, os.urandom(RESERVE_BYTES), mode=0o600)
 
 
 def release_reserve(paths: RunPaths) -> bool:
@@ -193,7 +188,7 @@ def with_reserve(paths: RunPaths, write: Callable[[], T]) -> T:
     try:
         return write()
     except OSError as error:
-        if error.errno not in STORAGE_FULL or not release_reserve(paths):
+        if error.errno not in durable.STORAGE_FULL or not release_reserve(paths):
             raise
     return write()
 

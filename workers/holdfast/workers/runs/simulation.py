@@ -15,10 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.account.goodput import Goodput, account
-from holdfast.contracts.account.prices import Prices
+from holdfast.contracts.account.goodput import Goodput, Prices, Stretch, account, stretches_of
 from holdfast.contracts.account.save_interval import PRIOR_NODE_S, Failures, choose_interval
-from holdfast.contracts.account.stretches import Stretch, stretches_of
 from holdfast.contracts.disk.journal import GROWER, Event, EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import SpecError

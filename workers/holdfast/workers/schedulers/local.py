@@ -18,15 +18,7 @@ from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.records.attempt import Claim, Request, Submission, read_claim
 from holdfast.contracts.states import AttemptState
-from holdfast.workers.nodes.processes import (
-    ProcessName,
-    boot_id,
-    descendants,
-    end_processes,
-    find_process,
-    is_alive,
-    name_process,
-)
+from holdfast.workers.nodes import processes
 from holdfast.workers.schedulers.base import GONE, REBOOTED, Executor, JobStatus
 
 LAUNCH_TIMEOUT_S: Final = 120.0
@@ -86,7 +78,7 @@ class LocalExecutor(Executor):
                 job_id=claim.job_id, executor=self.kind, submitted_at=claim.claimed_at
             )
         process = _find_job(paths)
-        name = name_process(process.pid) if process else None
+        name = processes.name_process(process.pid) if process else None
         if process is None or name is None:
             return None
         return Submission(
@@ -106,7 +98,7 @@ class LocalExecutor(Executor):
         if submission is not None:
             _check_host(submission.host, paths)
         names = _names(submission, claim)
-        if any(is_alive(name) for name in names):
+        if any(processes.is_alive(name) for name in names):
             state = AttemptState.RUNNING if claim else AttemptState.PENDING
             return JobStatus(state=state, raw="running", nodes=(socket.gethostname(),))
         if claim is None:
@@ -116,7 +108,7 @@ class LocalExecutor(Executor):
             if submission is None:
                 return JobStatus(state=None, detail="the job has not started yet")
         gone = [f"process {name.pid} of the local job is gone" for name in names]
-        if any(name.boot_id != boot_id() for name in names):
+        if any(name.boot_id != processes.boot_id() for name in names):
             gone.append("this machine has rebooted since")
             return JobStatus(state=AttemptState.LOST, raw=REBOOTED, evidence=tuple(gone))
         return JobStatus(state=AttemptState.LOST, raw=GONE, evidence=tuple(gone))
@@ -124,9 +116,9 @@ class LocalExecutor(Executor):
     def cancel(self, request: Request, submission: Submission) -> None:
         paths = _paths(request)
         names = _names(submission, _claim_here(paths))
-        roots = [p for p in (find_process(name) for name in names) if p is not None]
-        tree = {p.pid: p for root in roots for p in (root, *descendants(root))}
-        left = end_processes(tree.values(), term_wait_s=CANCEL_TERM_WAIT_S)
+        roots = [p for p in (processes.find_process(name) for name in names) if p is not None]
+        tree = {p.pid: p for root in roots for p in (root, *processes.descendants(root))}
+        left = processes.end_processes(tree.values(), term_wait_s=CANCEL_TERM_WAIT_S)
         if left:
             raise SchedulerError(
                 f"processes {left} of attempt {request.attempt} did not end; they may wait for "
@@ -152,13 +144,13 @@ def _check_host(host: str | None, paths: AttemptPaths) -> None:
         )
 
 
-def _names(submission: Submission | None, claim: Claim | None) -> list[ProcessName]:
+def _names(submission: Submission | None, claim: Claim | None) -> list[processes.ProcessName]:
     names = []
     if submission is not None and submission.pid is not None:
         started = submission.process_start_s or 0.0
-        names.append(ProcessName(submission.pid, started, submission.boot_id or ""))
+        names.append(processes.ProcessName(submission.pid, started, submission.boot_id or ""))
     if claim is not None:
-        names.append(ProcessName(claim.pid, claim.process_start_s, claim.boot_id))
+        names.append(processes.ProcessName(claim.pid, claim.process_start_s, claim.boot_id))
     return names
 
 

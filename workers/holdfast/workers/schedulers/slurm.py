@@ -16,34 +16,16 @@ from typing import Final
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+from holdfast.contracts import errors
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.paths import AttemptPaths, ConsumerPaths, SuccessorPaths, account_name
-from holdfast.contracts.errors import (
-    SchedulerError,
-    SchedulerUnavailableError,
-    SubmissionRefusedError,
-)
 from holdfast.contracts.records.attempt import Request, Submission
 from holdfast.contracts.spec.part import problem_with_value
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.spec.slurm_options import LOSES_JOB, problem_with_option, problem_with_setup
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.nodes.setup_lines import checked_lines
-from holdfast.workers.schedulers import slurm_client, slurm_restarts
-from holdfast.workers.schedulers.base import (
-    BECAUSE_EXCLUDED,
-    FORGOTTEN,
-    Executor,
-    JobStart,
-    JobStatus,
-)
-from holdfast.workers.schedulers.slurm_capacity import (
-    Room,
-    drained_hosts,
-    gpus_under_qos,
-    room_of,
-    wanted_of,
-)
+from holdfast.workers.schedulers import base, slurm_capacity, slurm_client, slurm_restarts
 from holdfast.workers.schedulers.slurm_client import JobLine, bare_state, translate
 
 SBATCH_TIMEOUT_S: Final = 60
@@ -119,7 +101,7 @@ def _check_parameters(request: Request) -> None:
     if problem := problem_with_setup(request.scheduler.get("setup") or ()):
         problems.append(f"launch.setup: {problem}")
     if problems:
-        raise SubmissionRefusedError(
+        raise errors.SubmissionRefusedError(
             f"{request.job_name} was not submitted: its recorded spec has values that this version "
             f"refuses: {'; '.join(problems)}. Fork the newest checkpoint with other values "
             f"(`holdfast fork {request.run}:CHECKPOINT --set KEY=VALUE`)",
@@ -127,7 +109,7 @@ def _check_parameters(request: Request) -> None:
         )
 
 
-class SlurmExecutor(Executor):
+class SlurmExecutor(base.Executor):
     """Runs jobs on a Slurm cluster whose commands work on this host."""
 
     kind = "slurm"
@@ -160,11 +142,11 @@ class SlurmExecutor(Executor):
             is_answer = "Batch job submission failed" in message or not passes
             if is_answer and slurm_client.is_refusal(message):
                 hosts = request.exclude if slurm_client.concerns_nodes(message) else ()
-                because = f", {BECAUSE_EXCLUDED} {', '.join(hosts)}" if hosts else ""
-                raise SubmissionRefusedError(
+                because = f", {base.BECAUSE_EXCLUDED} {', '.join(hosts)}" if hosts else ""
+                raise errors.SubmissionRefusedError(
                     f"Slurm refused {request.job_name}{because}: {message}", may_pass=passes
                 ) from error
-            raise SchedulerUnavailableError(
+            raise errors.SchedulerUnavailableError(
                 f"it is unknown whether Slurm accepted {request.job_name}: {message}; it is looked "
                 "up by name before it is submitted again"
             ) from error
@@ -177,14 +159,14 @@ class SlurmExecutor(Executor):
         ask = partial(slurm_client.shared_call, age_s=slurm_client.CAPACITY_AGE_S)
         return not slurm_restarts.problem_with_cluster(slurm_client.settings(ask))
 
-    def start_of(self, request: Request, submission: Submission) -> JobStart | None:
+    def start_of(self, request: Request, submission: Submission) -> base.JobStart | None:
         line = self._show(request, submission)
         return None if line is None else slurm_restarts.start_of(line)
 
     def end_restarts(self, request: Request, submission: Submission) -> bool:
         start = self.start_of(request, submission)
         if start is not None and start.restarts == submission.restarts and not _is_over(start):
-            with contextlib.suppress(SubmissionRefusedError):
+            with contextlib.suppress(errors.SubmissionRefusedError):
                 self._forbid_restart(submission)
             # Slurm may have restarted it meanwhile.
             start = self.start_of(request, submission)
@@ -196,11 +178,11 @@ class SlurmExecutor(Executor):
     def _forbid_restart(self, submission: Submission) -> None:
         try:
             slurm_client.call(["scontrol", "update", f"JobId={submission.job_id}", "Requeue=0"])
-        except SchedulerUnavailableError:
+        except errors.SchedulerUnavailableError:
             raise
-        except SchedulerError as error:
+        except errors.SchedulerError as error:
             # A job that ends at this moment. Its state is asked for again.
-            raise SubmissionRefusedError(str(error)) from error
+            raise errors.SubmissionRefusedError(str(error)) from error
 
     def find(self, request: Request) -> Submission | None:
         if request.restart_of:
@@ -267,7 +249,7 @@ class SlurmExecutor(Executor):
 
     def status(
         self, request: Request, submission: Submission | None, *, since: float = 0.0
-    ) -> JobStatus:
+    ) -> base.JobStatus:
         _require_cluster(request)
         submission = submission or self.find(request)
         if submission is None:
@@ -286,7 +268,9 @@ class SlurmExecutor(Executor):
             return _recorded_status(recorded[-1])
         return self._absent(submission.submitted_at, request.job_name)
 
-    def _status_of_start(self, request: Request, submission: Submission, since: float) -> JobStatus:
+    def _status_of_start(
+        self, request: Request, submission: Submission, since: float
+    ) -> base.JobStatus:
         """Return the status of one start of a job that Slurm may restart.
 
         Slurm is asked about this job alone only while the answer about all jobs does not show this
@@ -338,9 +322,9 @@ class SlurmExecutor(Executor):
     def _scancel(self, *arguments: str) -> None:
         try:
             slurm_client.call(["scancel", *arguments])
-        except SchedulerUnavailableError:
+        except errors.SchedulerUnavailableError:
             raise
-        except SchedulerError as error:
+        except errors.SchedulerError as error:
             if "invalid job id" not in str(error).lower():
                 raise
 
@@ -350,29 +334,29 @@ class SlurmExecutor(Executor):
         held: Mapping[str, int] | None = None,
         *,
         is_urgent: bool = True,
-    ) -> Room | None:
+    ) -> slurm_capacity.Room | None:
         held = held or {}
         shared = partial(slurm_client.shared_call, age_s=slurm_client.CAPACITY_AGE_S)
         ask = slurm_client.call if is_urgent else shared
         allowed, problem, notice_s = None, "", slurm_client.NOTICE_S
         try:
             nodes = slurm_client.show_nodes(ask)
-            with contextlib.suppress(SchedulerError):
+            with contextlib.suppress(errors.SchedulerError):
                 notice_s = slurm_client.notice_s(shared)
             names = str(resources.extra.get("reservation", ""))
             chosen = slurm_client.reservation_nodes(names, ask) if names else None
-            wanted = wanted_of(resources, chosen, slurm_client.partitions(ask))
+            wanted = slurm_capacity.wanted_of(resources, chosen, slurm_client.partitions(ask))
             try:
                 allowed = self._gpus_under_qos(resources.qos, held, ask)
-            except SchedulerUnavailableError as error:
+            except errors.SchedulerUnavailableError as error:
                 # The nodes are known even while slurmdbd, which has the limits, does not answer.
                 problem = f"the limits of QOS {resources.qos} are unknown: {error}"
-        except SchedulerUnavailableError:
+        except errors.SchedulerUnavailableError:
             raise
-        except SchedulerError:
+        except errors.SchedulerError:
             # Slurm refuses the question, for example about a reservation that does not exist.
             return None
-        return room_of(
+        return slurm_capacity.room_of(
             nodes,
             resources,
             wanted,
@@ -390,7 +374,7 @@ class SlurmExecutor(Executor):
             return None
         limits, in_use = slurm_client.qos_limits(qos, ask), slurm_client.jobs_in_qos(qos, ask)
         user = account_name(os.getuid())
-        return gpus_under_qos(limits, in_use, user, sum(held.values()))
+        return slurm_capacity.gpus_under_qos(limits, in_use, user, sum(held.values()))
 
     def drained(self, request: Request, submission: Submission) -> dict[str, str]:
         _require_cluster(request)
@@ -399,7 +383,9 @@ class SlurmExecutor(Executor):
         if line is None or line.name != request.job_name:
             return {}
         shared = partial(slurm_client.shared_call, age_s=slurm_client.CAPACITY_AGE_S)
-        return drained_hosts(slurm_client.show_nodes(shared), slurm_client.expand_hosts(line.nodes))
+        return slurm_capacity.drained_hosts(
+            slurm_client.show_nodes(shared), slurm_client.expand_hosts(line.nodes)
+        )
 
     def comment(self, request: Request, submission: Submission, text: str) -> None:
         _require_cluster(request)
@@ -416,18 +402,18 @@ class SlurmExecutor(Executor):
     def held_after_end(self, request: Request, submission: Submission) -> dict[str, int]:
         try:
             line = self._show(request, submission)
-        except SchedulerError:
+        except errors.SchedulerError:
             return {}
         if line is None or bare_state(line.state) != "COMPLETING":
             return {}
         return dict.fromkeys(slurm_client.expand_hosts(line.nodes), request.gpus_on_node)
 
-    def _absent(self, since: float, name: str) -> JobStatus:
+    def _absent(self, since: float, name: str) -> base.JobStatus:
         # If a clock was set back, the absence counts. It must be seen again later anyway.
         if 0 <= slurm_client.now() - since < ABSENCE_S:
-            return JobStatus(state=None, detail="Slurm does not list the job yet")
+            return base.JobStatus(state=None, detail="Slurm does not list the job yet")
         message = f"neither squeue nor sacct lists {name}"
-        return JobStatus(
+        return base.JobStatus(
             state=AttemptState.LOST, detail=message, evidence=(message,), is_absent=True
         )
 
@@ -445,17 +431,17 @@ def _require_cluster(request: Request) -> None:
     """
     asked = slurm_client.cluster_name() if request.cluster else None
     if asked is not None and asked != request.cluster:
-        raise SchedulerUnavailableError(
+        raise errors.SchedulerUnavailableError(
             f"{request.job_name} was submitted to the Slurm cluster {request.cluster!r}, but this "
             f"host's commands ask {asked!r}; run the command on a host of {request.cluster!r}"
         )
 
 
-def _is_over(start: JobStart) -> bool:
+def _is_over(start: base.JobStart) -> bool:
     return start.state is not None and start.state.is_terminal
 
 
-def _status_of(line: JobLine) -> JobStatus:
+def _status_of(line: JobLine) -> base.JobStatus:
     state = translate(line.state)
     has_ended = state is not None and state.is_terminal
     reason = "" if line.reason in {"None", "(null)"} else line.reason
@@ -474,7 +460,7 @@ def _status_of(line: JobLine) -> JobStatus:
         evidence.append(
             f"Slurm: {batch_host}, the job's leading node, is no longer one of its nodes"
         )
-    return JobStatus(
+    return base.JobStatus(
         state=state,
         raw=bare_state(line.state),
         detail=reason or line.state,
@@ -487,7 +473,7 @@ def _status_of(line: JobLine) -> JobStatus:
     )
 
 
-def _recorded_status(line: JobLine) -> JobStatus:
+def _recorded_status(line: JobLine) -> base.JobStatus:
     """Return the status of a job that only the accounting still knows.
 
     If a controller starts without its saved state, it no longer knows its jobs. slurmdbd then ends
@@ -503,7 +489,7 @@ def _recorded_status(line: JobLine) -> JobStatus:
         f"Slurm: job {line.job_id} is {line.state}{by} in the accounting, but the controller no "
         "longer knows it, as after a restart without its saved state"
     )
-    return replace(status, raw=FORGOTTEN, state=AttemptState.LOST, evidence=(lost,))
+    return replace(status, raw=base.FORGOTTEN, state=AttemptState.LOST, evidence=(lost,))
 
 
 def _serial(job_id: str) -> tuple[int, str]:

@@ -9,11 +9,7 @@ from typing import Final
 
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.spec.resources import Resources, gpu_kind, gpus_of
-from holdfast.workers.schedulers.slurm_client import (
-    chosen_partitions,
-    expand_hosts,
-    takes_whole_nodes,
-)
+from holdfast.workers.schedulers import slurm_client
 
 # The marks that Slurm appends to a state: not responding, powering up, rebooting, planned etc.
 _STATE_MARKS: Final = "*~#!%$@^-+"
@@ -61,7 +57,7 @@ def wanted_of(
     """
     named = frozenset((resources.partition or "").split(",")) - {""}
     closed = {one.get("PartitionName") for one in partitions if one.get("State", "UP") != "UP"}
-    mine = chosen_partitions(resources, partitions) or [{}]
+    mine = slurm_client.chosen_partitions(resources, partitions) or [{}]
     default = {one.get("PartitionName", "") for one in mine} - {""}
     return Wanted(
         partitions=named - closed,
@@ -70,7 +66,7 @@ def wanted_of(
         gpu_kind=resources.gpu_type or gpu_kind(resources.gres or ""),
         constraint=resources.constraint or "",
         reserved=None if reserved is None else frozenset(reserved),
-        whole=all(takes_whole_nodes(resources, fields) for fields in mine),
+        whole=all(slurm_client.takes_whole_nodes(resources, fields) for fields in mine),
     )
 
 
@@ -135,7 +131,7 @@ def room_of(
         free={host: free_gpus(node, wanted, held.get(host, 0)) for host, node in mine.items()},
         up={host: gpus for host, gpus in has.items() if _is_up(mine[host], wanted)},
         has=has,
-        required=frozenset(expand_hosts(str(resources.extra.get("nodelist", "")))),
+        required=frozenset(slurm_client.expand_hosts(str(resources.extra.get("nodelist", "")))),
         allowed=allowed,
         problem=problem,
         notice_s=notice_s,

@@ -18,16 +18,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts import errors
 from holdfast.contracts.disk.durable import to_json, write_bytes
 from holdfast.contracts.disk.file_locks import locked
 from holdfast.contracts.disk.paths import holdfast_home
 from holdfast.contracts.disk.reading import open_regular
-from holdfast.contracts.errors import (
-    ForeignFileError,
-    SchedulerError,
-    SchedulerUnavailableError,
-    SpecError,
-)
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.states import AttemptState
 
@@ -134,8 +129,8 @@ def call(arguments: Sequence[str], timeout_s: float = CALL_TIMEOUT_S) -> str:
     if done.returncode < 0:
         message = f"the command was killed by signal {-done.returncode}; {message}"
     elif is_refusal(message):
-        raise SchedulerError(f"{' '.join(arguments)}: {message}")
-    raise SchedulerUnavailableError(f"{arguments[0]} cannot reach Slurm: {message}")
+        raise errors.SchedulerError(f"{' '.join(arguments)}: {message}")
+    raise errors.SchedulerUnavailableError(f"{arguments[0]} cannot reach Slurm: {message}")
 
 
 def _run(arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -154,11 +149,11 @@ def _run(arguments: Sequence[str], timeout_s: float) -> subprocess.CompletedProc
             env={**{k: v for k, v in os.environ.items() if not is_users_default(k)}, "TZ": "UTC"},
         )
     except FileNotFoundError:
-        raise SchedulerUnavailableError(
+        raise errors.SchedulerUnavailableError(
             f"{arguments[0]}: no such command on this machine; run this on a host of the cluster"
         ) from None
     except subprocess.TimeoutExpired:
-        raise SchedulerUnavailableError(
+        raise errors.SchedulerUnavailableError(
             f"{arguments[0]} did not answer within {timeout_s:.0f} s; the job's state is unknown"
         ) from None
 
@@ -271,7 +266,7 @@ def concerns_nodes(message: str) -> bool:
 def checked_id(job_id: str) -> str:
     """Return a job's id. Raises `SchedulerError` if it is none, but perhaps an option."""
     if not _JOB_ID.fullmatch(job_id):
-        raise SchedulerError(
+        raise errors.SchedulerError(
             f"{job_id[:99]!r} is recorded as the id of a Slurm job; expected a number. Nothing was "
             "sent to Slurm; find the job by its name with `squeue`"
         )
@@ -298,7 +293,7 @@ def recorded_jobs(*, name: str = "", job_id: str = "", since: float = 0.0) -> li
     command = ["sacct", "-n", "-P", "-X", "-D", f"-S{start}", *chosen, "-o", ",".join(SACCT_FIELDS)]
     try:
         out = call(command)
-    except SchedulerError as error:
+    except errors.SchedulerError as error:
         if any(sign in str(error).lower() for sign in _NO_ACCOUNTING):
             return []
         raise
@@ -315,9 +310,9 @@ def show_job(job_id: str, ask: Ask | None = None) -> JobLine | None:
     command = ["scontrol", "--all", "-o", "show", "job", checked_id(job_id)]
     try:
         out = (ask or call)(command)
-    except SchedulerUnavailableError:
+    except errors.SchedulerUnavailableError:
         raise
-    except SchedulerError as error:
+    except errors.SchedulerError as error:
         if any(sign in str(error).lower() for sign in _NO_JOB):
             return None
         raise
@@ -570,7 +565,9 @@ class _Answer:
 
     def read(self) -> str:
         if self.problem:
-            raise (SchedulerError if self.is_refusal else SchedulerUnavailableError)(self.problem)
+            raise (errors.SchedulerError if self.is_refusal else errors.SchedulerUnavailableError)(
+                self.problem
+            )
         return self.output
 
 
@@ -591,7 +588,7 @@ def shared_call(arguments: Sequence[str], *, age_s: float, since: float = 0.0) -
                 known = _ask(arguments)
                 content = to_json(asdict(known))
                 write_bytes(place, content, mode=0o600, below=holdfast_home())
-    except (OSError, ForeignFileError, SpecError):
+    except (OSError, errors.ForeignFileError, errors.SpecError):
         # Without a usable home there is nothing to share.
         return call(arguments)
     return known.read()
@@ -630,7 +627,7 @@ def _rows(options: Sequence[str], count: int, *, age_s: float, since: float) -> 
 def cluster_name() -> str | None:
     """Return the cluster that the Slurm commands of this process ask; None without an answer."""
     asked = (shutil.which("scontrol"), *map(os.environ.get, _CLUSTER))
-    with contextlib.suppress(SchedulerError):
+    with contextlib.suppress(errors.SchedulerError):
         return _cluster_name(asked) or None
     return None
 
@@ -661,7 +658,7 @@ def _locked(place: Path) -> Iterator[None]:
     lock = place.with_suffix(".lock")
     with locked(lock, LOCK_S, below=holdfast_home(), owner_only=True) as is_locked:
         if not is_locked:
-            raise SchedulerUnavailableError(
+            raise errors.SchedulerUnavailableError(
                 f"another process has asked Slurm for {LOCK_S:.0f} s and has no answer yet"
             )
         yield
@@ -673,8 +670,8 @@ def _ask(arguments: Sequence[str]) -> _Answer:
     is_refusal = False
     try:
         output = call(arguments)
-    except SchedulerError as error:
-        problem, is_refusal = str(error), not isinstance(error, SchedulerUnavailableError)
+    except errors.SchedulerError as error:
+        problem, is_refusal = str(error), not isinstance(error, errors.SchedulerUnavailableError)
     return _Answer(
         asked_at=asked_at,
         took_s=time.monotonic() - began,
@@ -691,5 +688,5 @@ def _read(place: Path) -> _Answer | None:
             if os.fstat(stream.fileno()).st_uid != os.geteuid():
                 return None
             return _Answer(**json.load(stream))
-    except (OSError, ForeignFileError, ValueError, TypeError):
+    except (OSError, errors.ForeignFileError, ValueError, TypeError):
         return None

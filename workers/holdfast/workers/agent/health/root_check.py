@@ -17,12 +17,7 @@ from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.node import LedNode
 from holdfast.workers.agent.node_group import NodeGroup
-from holdfast.workers.decisions.causes import (
-    EVIDENCE_MAX,
-    LINE_CHARACTERS_MAX,
-    STATE_OF_CAUSE,
-    Ending,
-)
+from holdfast.workers.decisions import causes
 from holdfast.workers.nodes import root_probe
 
 CHECK: Final = "root"
@@ -32,7 +27,7 @@ class RootCheck:
     """`ending` is how the attempt ends because of the root, and `hosts` are to be excluded."""
 
     def __init__(self, context: AgentContext, group: NodeGroup, journal: JournalWriter) -> None:
-        self.ending: Ending | None = None
+        self.ending: causes.Ending | None = None
         self.hosts: tuple[str, ...] = ()
         self._context, self._group, self._journal = context, group, journal
 
@@ -112,13 +107,15 @@ def _race(node: LedNode, racers: Collection[str], shared: str, number: int) -> b
 
 def root_ending(
     found: Sequence[tuple[str, root_probe.RootProblem]], nodes: int
-) -> tuple[Ending, tuple[str, ...]]:
+) -> tuple[causes.Ending, tuple[str, ...]]:
     """Return how an attempt of `nodes` nodes ends because of its root, and the hosts to exclude.
 
     The file system is wrong, and not a node, if all of several nodes lack the same, if no other
     node sees the lock of node 0, or if two nodes created the same name.
     """
-    evidence = [f"{host} cannot use the root {one.text}" for host, one in found[:EVIDENCE_MAX]]
+    evidence = [
+        f"{host} cannot use the root {one.text}" for host, one in found[: causes.EVIDENCE_MAX]
+    ]
     counts = Counter(one.lacks for _, one in found)
     enough = {root_probe.LOCKS: nodes - 1, root_probe.NAMES: 1}
     if lacks := [name for name in counts if counts[name] >= enough.get(name, max(2, nodes))]:
@@ -129,6 +126,6 @@ def root_ending(
     return _ending(Cause.NODE_FAILURE, [*evidence, advice]), hosts
 
 
-def _ending(cause: Cause, evidence: Sequence[str]) -> Ending:
-    lines = tuple(line[:LINE_CHARACTERS_MAX] for line in evidence)
-    return Ending(state=STATE_OF_CAUSE[cause], cause=cause, evidence=lines)
+def _ending(cause: Cause, evidence: Sequence[str]) -> causes.Ending:
+    lines = tuple(line[: causes.LINE_CHARACTERS_MAX] for line in evidence)
+    return causes.Ending(state=causes.STATE_OF_CAUSE[cause], cause=cause, evidence=lines)

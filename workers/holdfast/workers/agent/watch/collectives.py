@@ -16,13 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final
 
-from holdfast.contracts.node.flight import (
-    DEFAULT_GROUP,
-    CollectiveCall,
-    GroupFlight,
-    RankFlight,
-    read_spans,
-)
+from holdfast.contracts.node import flight
 from holdfast.workers.agent.watch.stack_text import ranks_text
 
 NAMED_MAX: Final = 4
@@ -51,7 +45,7 @@ class CollectiveBlame:
 class _Wait:
     """Ranks that wait in a call of a group for one rank. `about` names the group."""
 
-    call: CollectiveCall
+    call: flight.CollectiveCall
     about: str
     waiting: tuple[int, ...]
     why: str
@@ -67,7 +61,7 @@ class _Group:
     about: str
     members: tuple[int, ...]
     is_known: bool = True
-    calls: dict[int, GroupFlight] = field(default_factory=dict)
+    calls: dict[int, flight.GroupFlight] = field(default_factory=dict)
 
 
 @dataclass
@@ -83,7 +77,7 @@ class _Waits:
 
 
 def find_missing(
-    records: Sequence[RankFlight], world_size: int | None = None
+    records: Sequence[flight.RankFlight], world_size: int | None = None
 ) -> CollectiveBlame | None:
     """Return which rank the others wait for, or None if the records show no open collective.
 
@@ -106,14 +100,14 @@ def find_missing(
     return found
 
 
-def _groups(known: Mapping[int, RankFlight], every: Sequence[int]) -> list[_Group]:
+def _groups(known: Mapping[int, flight.RankFlight], every: Sequence[int]) -> list[_Group]:
     """Return the groups. Two groups may have one name, so their members tell them apart."""
     found: dict[tuple[str, str], _Group] = {}
     for rank, record in known.items():
         for one in record.groups:
             key = (one.name, one.members)
             if key not in found:
-                is_whole = not one.members and one.about == DEFAULT_GROUP
+                is_whole = not one.members and one.about == flight.DEFAULT_GROUP
                 members = tuple(every) if is_whole else _members(one.members)
                 found[key] = _Group(about=one.title, members=members, is_known=bool(members))
             found[key].calls[rank] = one
@@ -124,20 +118,20 @@ def _groups(known: Mapping[int, RankFlight], every: Sequence[int]) -> list[_Grou
 
 @lru_cache(maxsize=4096)
 def _members(text: str) -> tuple[int, ...]:
-    return read_spans(text)
+    return flight.read_spans(text)
 
 
 # --- who waits for whom ---------------------------------------------------------------------
 
 
-def _reach(call: GroupFlight | None) -> int:
+def _reach(call: flight.GroupFlight | None) -> int:
     """Return the number of the last collective that the rank has called in order."""
     if call is None:
         return _NOWHERE
     return call.first.sequence if call.first else call.newest.sequence
 
 
-def _wait_in_group(group: _Group, known: Mapping[int, RankFlight], waits: _Waits) -> None:
+def _wait_in_group(group: _Group, known: Mapping[int, flight.RankFlight], waits: _Waits) -> None:
     """Add who waits for whom in one group. The cost is about that of sorting its members."""
     open_ = {rank: one.first for rank, one in group.calls.items() if one.first is not None}
     if not open_:
@@ -170,8 +164,8 @@ def _wait_in_group(group: _Group, known: Mapping[int, RankFlight], waits: _Waits
 
 def _wait_for_start(
     group: _Group,
-    calls: Mapping[int, CollectiveCall],
-    known: Mapping[int, RankFlight],
+    calls: Mapping[int, flight.CollectiveCall],
+    known: Mapping[int, flight.RankFlight],
     waits: _Waits,
 ) -> None:
     """Add the ranks whose GPU has not started a collective that other GPUs run."""
@@ -191,7 +185,7 @@ def _wait_for_start(
             waits.on.setdefault(other, rank)
 
 
-def _why(did: GroupFlight | None, record: RankFlight | None) -> str:
+def _why(did: flight.GroupFlight | None, record: flight.RankFlight | None) -> str:
     """Return why a rank is not where the others are."""
     if record is None:
         return NO_RECORD
@@ -202,7 +196,7 @@ def _why(did: GroupFlight | None, record: RankFlight | None) -> str:
     return f"never called, the last call is {_text(record.latest)}{_at(record.latest)}"
 
 
-def _wait_in_transfers(known: Mapping[int, RankFlight], waits: _Waits) -> None:
+def _wait_in_transfers(known: Mapping[int, flight.RankFlight], waits: _Waits) -> None:
     """Add who waits for the send or the receive of a peer that has not called it."""
     for rank, record in known.items():
         for one in record.transfers:
@@ -221,7 +215,7 @@ def _wait_in_transfers(known: Mapping[int, RankFlight], waits: _Waits) -> None:
 # --- findings -------------------------------------------------------------------------------
 
 
-def _causes(waits: _Waits, known: Mapping[int, RankFlight]) -> CollectiveBlame | None:
+def _causes(waits: _Waits, known: Mapping[int, flight.RankFlight]) -> CollectiveBlame | None:
     """Return the ranks that others wait for and that wait for nobody."""
     found = sorted(rank for rank in waits.calls if rank not in waits.on)
     # A rank that waits for ranks that nobody names is not the cause if there is another one.
@@ -307,7 +301,7 @@ def _unclear(groups: Sequence[_Group]) -> str:
     return f"{', '.join(parts)}; the records do not name the members of these groups"
 
 
-def _open_in(group: _Group) -> tuple[list[int], CollectiveCall]:
+def _open_in(group: _Group) -> tuple[list[int], flight.CollectiveCall]:
     """Return the ranks with an open call in a group, and one of the calls."""
     calls = {rank: one.first for rank, one in group.calls.items() if one.first}
     return sorted(calls), next(iter(calls.values()))
@@ -316,7 +310,7 @@ def _open_in(group: _Group) -> tuple[list[int], CollectiveCall]:
 def _mismatch(groups: Sequence[_Group]) -> CollectiveBlame | None:
     """Return the ranks whose call differs from that of most others, with the same number."""
     for group in groups:
-        by_number: dict[int, dict[int, CollectiveCall]] = defaultdict(dict)
+        by_number: dict[int, dict[int, flight.CollectiveCall]] = defaultdict(dict)
         for rank, one in group.calls.items():
             if one.first is not None:
                 by_number[one.first.sequence][rank] = one.first
@@ -334,7 +328,7 @@ def _mismatch(groups: Sequence[_Group]) -> CollectiveBlame | None:
 
 
 def _blame_odd(
-    group: _Group, calls: Mapping[int, CollectiveCall], kinds: Sequence[Sequence[int]]
+    group: _Group, calls: Mapping[int, flight.CollectiveCall], kinds: Sequence[Sequence[int]]
 ) -> CollectiveBlame:
     agrees = len(kinds[-1]) > len(kinds[-2])
     odd = kinds[:-1] if agrees else kinds
@@ -347,7 +341,7 @@ def _blame_odd(
     return CollectiveBlame(ranks=tuple(sorted(rank for r in odd for rank in r)), finding=said)
 
 
-def _kind(call: CollectiveCall) -> str:
+def _kind(call: flight.CollectiveCall) -> str:
     """Return what must be equal on all ranks of a group."""
     if call.name.startswith(_ONE_ROOTED) or call.name.endswith("coalesced"):
         return call.name
@@ -355,7 +349,7 @@ def _kind(call: CollectiveCall) -> str:
     return f"{call.name} {'' if uneven else call.sizes} {call.dtypes}"
 
 
-def _text(call: CollectiveCall) -> str:
+def _text(call: flight.CollectiveCall) -> str:
     return f"{call.name} {call.sequence}"
 
 
@@ -363,9 +357,9 @@ def _verb(ranks: Sequence[int], one: str, several: str) -> str:
     return one if len(ranks) == 1 else several
 
 
-def _full(call: CollectiveCall) -> str:
+def _full(call: flight.CollectiveCall) -> str:
     return f"{_text(call)} of {call.sizes or 'no size'} {call.dtypes}".rstrip()
 
 
-def _at(call: CollectiveCall) -> str:
+def _at(call: flight.CollectiveCall) -> str:
     return f" at {call.place}" if call.place else ""

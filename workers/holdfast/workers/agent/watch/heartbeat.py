@@ -22,15 +22,9 @@ from holdfast.contracts.node.rank_status import RankStatusTable
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.watch.node_series import NodeSeries
 from holdfast.workers.agent.watch.rank_watch import RankWatch
+from holdfast.workers.nodes import heartbeats
 from holdfast.workers.nodes.calibration import PhaseTimes, scaled
 from holdfast.workers.nodes.gpus import GpuBeat, watch_gpus
-from holdfast.workers.nodes.heartbeats import (
-    HeartbeatWriter,
-    NodeBeat,
-    RankBeat,
-    interval_s,
-    read_heartbeats,
-)
 from holdfast.workers.nodes.processes import boot_id
 
 # Records when the ranks' output appeared, for `holdfast logs --timestamps`.
@@ -132,7 +126,7 @@ class Heartbeat:
         context: AgentContext,
         status_table: RankStatusTable,
         watch: RankWatch,
-        program: Callable[[], tuple[RankBeat, ...]] = tuple,
+        program: Callable[[], tuple[heartbeats.RankBeat, ...]] = tuple,
     ) -> None:
         """`program` returns the part of a program that does not use the status table."""
         self.launch = 0
@@ -142,10 +136,12 @@ class Heartbeat:
         self.send: Callable[[dict[str, Any]], object] | None = None
         self._context = context
         self._world_size = context.request.world_size
-        self._every_s = interval_s(context.request.supervision.heartbeat_s, context.nodes_of_job)
+        self._every_s = heartbeats.interval_s(
+            context.request.supervision.heartbeat_s, context.nodes_of_job
+        )
         # The newest heartbeat of each node. The channel's thread adds those of other nodes.
         self._beats: dict[int, dict[str, Any]] = {}
-        self._writer = HeartbeatWriter(context.attempt) if context.is_lead else None
+        self._writer = heartbeats.HeartbeatWriter(context.attempt) if context.is_lead else None
         self._status_table, self._watch, self._program = status_table, watch, program
         self._log_times = LogTimes(context.attempt, context.node)
         self._gpus = watch_gpus()
@@ -170,7 +166,7 @@ class Heartbeat:
 
     def lead(self) -> None:
         """Write the heartbeats of all nodes from now on, instead of sending this one's."""
-        self.send, self._writer = None, HeartbeatWriter(self._context.attempt)
+        self.send, self._writer = None, heartbeats.HeartbeatWriter(self._context.attempt)
 
     def end_launch(self) -> None:
         """Keep what was measured of this launch, before the next one's ranks are watched."""
@@ -215,8 +211,8 @@ class Heartbeat:
         elif self.send is not None:
             self.send(beat)
 
-    def _take_beat(self) -> NodeBeat:
-        return NodeBeat(
+    def _take_beat(self) -> heartbeats.NodeBeat:
+        return heartbeats.NodeBeat(
             node=self._context.node,
             host=self._context.host,
             time=time.time(),
@@ -233,7 +229,7 @@ class Heartbeat:
             memory_percent=psutil.virtual_memory().percent,
         )
 
-    def _ranks(self) -> tuple[RankBeat, ...]:
+    def _ranks(self) -> tuple[heartbeats.RankBeat, ...]:
         seen = zip(
             self._status_table.records(),
             self._watch.statuses(),
@@ -242,7 +238,7 @@ class Heartbeat:
             strict=True,
         )
         return tuple(
-            RankBeat(
+            heartbeats.RankBeat(
                 rank=record.rank,
                 step=record.completed,
                 phase=status.phase,
@@ -284,7 +280,7 @@ def earlier_times(context: AgentContext) -> dict[str, PhaseTimes]:
     for attempt in reversed(context.run.list_attempts()):
         if attempt.number >= context.attempt.number:
             continue
-        for beat in read_heartbeats(attempt):
+        for beat in heartbeats.read_heartbeats(attempt):
             if beat.phases:
                 factor = max(1.0, beat.world_size / context.request.world_size)
                 return scaled(beat.phases, factor)

@@ -19,15 +19,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.disk.durable import make_directory
+from holdfast.workers.agent.watch import stack_text
 from holdfast.workers.agent.watch.flight_recorder import RecordReader, take_flight_record
 from holdfast.workers.agent.watch.kernel_view import look_below
 from holdfast.workers.agent.watch.nccl_ras import start_asking
-from holdfast.workers.agent.watch.stack_text import (
-    NO_STACKS,
-    RankStack,
-    read_faulthandler,
-    read_py_spy,
-)
 
 PY_SPY_S: Final = 3.0
 # A stack that is read while the rank runs can be inconsistent, and is then read again. Ranks are
@@ -62,7 +57,7 @@ class StackSample:
 
     dump: int
     number: int
-    stacks: tuple[RankStack, ...]
+    stacks: tuple[stack_text.RankStack, ...]
     asks_ras: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -70,7 +65,7 @@ class StackSample:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StackSample:
-        stacks = tuple(RankStack.from_json(stack) for stack in data["stacks"])
+        stacks = tuple(stack_text.RankStack.from_json(stack) for stack in data["stacks"])
         return cls(**{**data, "stacks": stacks})
 
 
@@ -116,7 +111,7 @@ class StackTaker:
         return StackSample(dump=dump, number=number, stacks=stacks, asks_ras=asks_ras)
 
 
-def _take(target: StackTarget, folder: Path, number: int) -> RankStack:
+def _take(target: StackTarget, folder: Path, number: int) -> stack_text.RankStack:
     """Return one rank's stacks; with a suspicion's first sample, also take its flight record."""
     stack, text = take_stack(target)
     below = look_below(target.pid)
@@ -130,7 +125,7 @@ def _take(target: StackTarget, folder: Path, number: int) -> RankStack:
     # A full file system loses the text. The summary still goes to node 0.
     with contextlib.suppress(OSError):
         path = folder / f"rank-{target.rank:05d}.{min(number, TEXTS_MAX)}.txt"
-        path.write_text(text or f"{NO_STACKS}{stack.problem}\n", errors="replace")
+        path.write_text(text or f"{stack_text.NO_STACKS}{stack.problem}\n", errors="replace")
         path.chmod(0o600)
         if number == 1:
             record = take_flight_record(target.pid, target.rank, folder)
@@ -138,7 +133,7 @@ def _take(target: StackTarget, folder: Path, number: int) -> RankStack:
     return stack
 
 
-def take_stack(target: StackTarget) -> tuple[RankStack, str]:
+def take_stack(target: StackTarget) -> tuple[stack_text.RankStack, str]:
     """Return the summary and text of a process's stacks; without stacks the summary says why."""
     problems = []
     for way in (_by_py_spy, _by_faulthandler):
@@ -146,10 +141,10 @@ def take_stack(target: StackTarget) -> tuple[RankStack, str]:
             return way(target)
         except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
             problems.append(str(error)[:PROBLEM_CHARACTERS_MAX])
-    return RankStack(rank=target.rank, problem="; ".join(problems)), ""
+    return stack_text.RankStack(rank=target.rank, problem="; ".join(problems)), ""
 
 
-def _by_py_spy(target: StackTarget) -> tuple[RankStack, str]:
+def _by_py_spy(target: StackTarget) -> tuple[stack_text.RankStack, str]:
     """Return py-spy's stacks. Raises `OSError` or `ValueError` with its message on failure."""
     program = shutil.which("py-spy", path=_beside_python())
     if program is None:
@@ -164,13 +159,13 @@ def _by_py_spy(target: StackTarget) -> tuple[RankStack, str]:
         done = subprocess.run(command, capture_output=True, timeout=left_s, check=False)
         problem = done.stderr.decode(errors="replace").strip()
         with contextlib.suppress(ValueError, LookupError, TypeError):
-            return read_py_spy(target.rank, target.pid, done.stdout)
+            return stack_text.read_py_spy(target.rank, target.pid, done.stdout)
         if "ermission" in problem:
             break
     raise ValueError(f"py-spy: {problem or f'no stacks within {PY_SPY_S:.0f} s'}")
 
 
-def _by_faulthandler(target: StackTarget) -> tuple[RankStack, str]:
+def _by_faulthandler(target: StackTarget) -> tuple[stack_text.RankStack, str]:
     """Return what the rank's own handler writes on its signal. Raises `OSError`, `ValueError`.
 
     Only a rank that offered this is signalled, because the signal would kill any other.
@@ -190,7 +185,9 @@ def _by_faulthandler(target: StackTarget) -> tuple[RankStack, str]:
             elif settled_at and now > settled_at:
                 break
         stream.seek(before)
-        return read_faulthandler(target.rank, stream.read(FAULT_BYTES_MAX).decode(errors="replace"))
+        return stack_text.read_faulthandler(
+            target.rank, stream.read(FAULT_BYTES_MAX).decode(errors="replace")
+        )
 
 
 def _beside_python() -> str:

@@ -17,15 +17,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
+from holdfast.workers.agent.watch import slowdowns
 from holdfast.workers.agent.watch.silence import RankStatus
-from holdfast.workers.agent.watch.slowdowns import (
-    LOWEST,
-    SLOW,
-    USUAL,
-    USUAL_CHANGE_MAX,
-    USUAL_STEP,
-    WINDOWS,
-)
 
 # The least growth of any rank's wait, as a share of the growth of the step.
 WAIT_SHARE: Final = 0.5
@@ -52,7 +45,7 @@ class LongSteps:
 class _Usual:
     """The newest windows of a time, and what is usual for it."""
 
-    times: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOWS))
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=slowdowns.WINDOWS))
     usual_s: float = 0.0
 
     @property
@@ -62,13 +55,13 @@ class _Usual:
     @property
     def newest_growth_s(self) -> float:
         # A slowdown is noticed when its windows are hardly more than half, so their mean counts.
-        return sum(list(self.times)[-LOWEST:]) / LOWEST - self.usual_s
+        return sum(list(self.times)[-slowdowns.LOWEST :]) / slowdowns.LOWEST - self.usual_s
 
     def follow(self, step_s: float) -> None:
         """Let what is usual follow the newest window a little. `step_s` is a usual step."""
         change = (self.times[-1] - self.usual_s) / step_s
-        change = max(-USUAL_CHANGE_MAX, min(USUAL_CHANGE_MAX, change))
-        self.usual_s += change * USUAL_STEP * step_s
+        change = max(-slowdowns.USUAL_CHANGE_MAX, min(slowdowns.USUAL_CHANGE_MAX, change))
+        self.usual_s += change * slowdowns.USUAL_STEP * step_s
 
 
 class StepTimes:
@@ -91,7 +84,7 @@ class StepTimes:
         steps.times.append(median(one.step_s for one in statuses))
         for one in statuses:
             self._waits.setdefault(one.rank, _Usual()).times.append(one.step_s - one.own_s)
-        if len(steps.times) < WINDOWS:
+        if len(steps.times) < slowdowns.WINDOWS:
             return None
         if not steps.usual_s:
             for each in (steps, *self._waits.values()):
@@ -109,12 +102,12 @@ class StepTimes:
         steps, former = self._steps, self.now
         excess = steps.growth_s / steps.usual_s
         if former is not None:
-            if excess >= USUAL - 1.0:
+            if excess >= slowdowns.USUAL - 1.0:
                 return None
             self.now = None
             return LongSteps(excess=excess, all_wait=former.all_wait, is_slow=False)
-        lowest = sum(sorted(steps.times)[:LOWEST]) / LOWEST
-        if steps.times[-1] < steps.usual_s or lowest < SLOW * steps.usual_s:
+        lowest = sum(sorted(steps.times)[: slowdowns.LOWEST]) / slowdowns.LOWEST
+        if steps.times[-1] < steps.usual_s or lowest < slowdowns.SLOW * steps.usual_s:
             return None
         least_s = min(each.newest_growth_s for each in self._waits.values())
         all_wait = least_s >= WAIT_SHARE * steps.newest_growth_s

@@ -1,7 +1,9 @@
-"""The memory that this process may still allocate, within the machine and its cgroups."""
+"""The limits of this process: memory, within the machine and its cgroups, and open files."""
 
 from __future__ import annotations
 
+import contextlib
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -71,3 +73,10 @@ def _room_in(folder: Path, version: int) -> int | None:
         return None
     cache = sum(int(row[1]) for row in rows if row and row[0] in cache_names.split())
     return max(0, limit - usage + cache)
+
+
+def raise_descriptor_limit() -> None:
+    """Raise this process's limit of open files to the highest that it may set (best effort)."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,19 +1,31 @@
-"""Take back a job that the scheduler has kept pending for longer than the spec allows.
+"""What a supervisor does about the last attempt's job at every turn, beside looking at it.
 
-The run then continues at a smaller size, or pauses. It is an operator's request like any other: it
-is journaled first, and the next attempt is submitted only when the scheduler reports the job's end.
+It takes back a job that the scheduler has kept pending for longer than the spec allows. The run
+then continues at a smaller size, or pauses. That is an operator's request like any other: it is
+journaled first, and the next attempt is submitted only when the scheduler reports the job's end.
+It lets a pending job use excluded hosts again, tells a running one which of its nodes are drained,
+and tells Slurm in the job's comment when its run was last committed.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Final
 
 from holdfast.contracts.disk.journal import PENDING_TIMEOUT, EventKind, JournalWriter
 from holdfast.contracts.errors import SchedulerError
-from holdfast.contracts.records.attempt import Submission, read_document
+from holdfast.contracts.records.attempt import (
+    DrainedNodes,
+    Submission,
+    read_document,
+    write_document,
+)
 from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.states import AttemptState
 from holdfast.workers.decisions.attempt_limit import may_try_again
+from holdfast.workers.decisions.drained_nodes import may_leave
 from holdfast.workers.decisions.exclusions import Rooms, exclude_for, excluded_hosts
 from holdfast.workers.decisions.places import is_queued, place_of, waited_s
 from holdfast.workers.decisions.sizes import allowed_sizes
@@ -119,3 +131,78 @@ def smaller_size(
         return None
     free = [size for size in sizes if capacity is None or size <= capacity]
     return max(free, default=sizes[0])
+
+
+# Each change is a call to the controller, which all jobs of a cluster share.
+CHANGE_S: Final = 60.0
+MARK: Final = "holdfast:"
+
+
+def text_of(step: int, committed_at: float) -> str:
+    """Return the comment's part for a commit. `committed_at` is in Unix seconds."""
+    return f"{MARK}step-{step}@{int(committed_at)}"
+
+
+class CommitComments:
+    """Keeps the comment of the live attempt's job, for `resources.commit_comment`.
+
+    A scheduler that must choose a job to preempt can then take one that loses little. The
+    supervisor calls `tend` at every turn.
+    """
+
+    def __init__(self) -> None:
+        self._told: tuple[int, str] | None = None
+        self._tell_at = 0.0
+
+    def tend(self, history: RunHistory) -> None:
+        """Change the comment after a commit, at most every `CHANGE_S` seconds.
+
+        Without an answer of the scheduler, it is tried again after the same time.
+        """
+        last = history.last_attempt
+        if last is None or last.request is None or last.state is not AttemptState.RUNNING:
+            return
+        commits = history.tally.commits.get(last.number)
+        wanted = last.request.resources.commit_comment
+        if not wanted or commits is None or commits.newest_step is None:
+            return
+        text, now = text_of(commits.newest_step, commits.newest_at), time.monotonic()
+        if (last.number, text) == self._told or now < self._tell_at:
+            return
+        submission = read_document(Submission, history.paths.attempt(last.number).submission)
+        if submission is None:
+            return
+        self._tell_at = now + CHANGE_S
+        try:
+            executor_for(last.request.executor).comment(last.request, submission, text)
+        except SchedulerError:
+            return
+        self._told = last.number, text
+
+
+def tell_drained_nodes(history: RunHistory) -> None:
+    """Write `drained.json` when other nodes of the last attempt's job are drained than before.
+
+    The scheduler is asked only if the attempt may continue on other nodes. All supervisors of a
+    host share its answer, which may be a minute old. Without an answer, nothing changes.
+    The attempt's agent decides what follows.
+    """
+    last = history.last_attempt
+    if last is None or last.request is None or last.state is not AttemptState.RUNNING:
+        return
+    attempt, request = history.paths.attempt(last.number), last.request
+    if not may_leave(history.spec, request):
+        return
+    submission = read_document(Submission, attempt.submission)
+    if submission is None:
+        return
+    try:
+        hosts = executor_for(request.executor).drained(request, submission)
+    except SchedulerError:
+        # The next turn asks again.
+        return
+    if not hosts and not attempt.drained.exists():
+        return
+    told, found = read_document(DrainedNodes, attempt.drained), DrainedNodes(hosts=hosts)
+    if told != found:
+        write_document(attempt.drained, found)
