@@ -29,7 +29,8 @@ SECRET_NAMES: Final = (
     *("OPENAI_KEY", "SSH_PRIVATE_KEY", "private_key", "MY_TOKEN_2", "GH_TOKEN", "credentials"),
     *("auth_token", "environment.HF_TOKEN", "BASIC_AUTH", "passphrase", "client_secret_value"),
     *("passwords", "DB_PASSWORDS", "tokens", "HF_TOKENS", "api_tokens", "apiKeys", "access_keys"),
-    *("passphrases", "clientSecrets", "--api-keys"),
+    *("passphrases", "clientSecrets", "--api-keys", "--wandb-key", "openai_key", "hfKey"),
+    *("Authorization", "Proxy-Authorization", "cookie", "Set-Cookie"),
 )
 OTHER_NAMES: Final = (
     *("tokenizer", "--tokenizer", "TOKENIZERS_PARALLELISM", "max_tokens", "eos_token"),
@@ -111,6 +112,16 @@ SECRET_TEXTS: Final = (
     f'"token": [\n  "x",\n  "{S}"\n]',
     f"{{'credentials': {{'user': 'me', 'key': '{S}",
     f'{{"tokens": ["{S}"]}}',
+    f'{{"Authorization": "token {S}"}}',
+    f"headers={{'authorization': 'token {S}', 'accept': '*/*'}}",
+    f"https://bucket.s3.amazonaws.com/x?X-Amz-Date=1&X-Amz-Signature={S}{S}",
+    f"https://a.blob.core.windows.net/c/x?sv=2020-08-04&sig={S}%2B{S}%3D",
+    f"https://storage.googleapis.com/b/o?Expires=1&Signature={S}{S}%3D",
+    f"https://hooks.slack.com/services/T00000000/B00000000/{S}{S}",
+    f"https://discord.com/api/webhooks/1234567890/{S}{S}",
+    f"machine api.wandb.ai login user password {S}",
+    f"machine x\n  login me\n  password {S}\n",
+    f"train.py --wandb-key={S}",
 )
 SHOWN_BESIDE: Final = (
     (f"https://x.example/?access_token={S}&page=2", "&page=2"),
@@ -149,6 +160,11 @@ PLAIN_TEXTS: Final = (
     "Traceback (most recent call last):",
     "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
     "password is asked for at the prompt",
+    "the login page has a password field",
+    "killed by sig=15, signature=(x: int) -> None",
+    "https://hooks.slack.com/services",
+    "the signature=forward of the model",
+    "cookies: 3",
     "tokens=1048576, loss=2.1",
     "tokens: 15T",
     "tokens: tensor([1, 2])",

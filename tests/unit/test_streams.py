@@ -364,6 +364,23 @@ def test_random_transforms_depend_on_the_sample_and_leave_the_program_s_numbers_
     assert (torch.rand(2).tolist(), random.random()) == expected
 
 
+def read_in_random_order(_: str) -> Iterator[tuple[int, float]]:
+    order = list(range(13))
+    random.shuffle(order)
+    return ((number, random.random() + torch.rand(()).item()) for number in order)
+
+
+@pytest.mark.parametrize("buffer", [0, 5])
+def test_a_reader_that_draws_an_order_gives_the_rest_of_it_after_a_resume(buffer: int) -> None:
+    def loader() -> StreamLoader:
+        source = Counted(["0", "1", "2"], read_in_random_order)
+        return alone(source, batch=1, buffer=buffer, shuffle=buffer > 0, open_shards=2)
+
+    whole = list(loader())
+    assert sorted(number for [(number, _)] in whole) == sorted(3 * [*range(13)])
+    check_resumes(loader, whole, every=4)
+
+
 def test_an_iteration_is_the_rest_of_an_epoch() -> None:
     loader = alone(numbered([5, 5]), batch=2)
     batches = iter(loader)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.streams.files import open_shard
+from holdfast.trainer.streams.seeds import SeededRead
 
 # More would make the state of a rank larger than 64 kB.
 SHARDS_MAX: Final = 250_000
@@ -43,7 +44,8 @@ class Source(ABC):
         `position` is None at the shard's start, or a position that an earlier iterator returned. It
         is plain data, such as a number of bytes or of samples, or a dict of such. If it is costly
         to compute, return a function that returns it. It is called before the next sample is read,
-        or not at all.
+        or not at all. The order must be the same at each call, so draw it from
+        `random.Random(shard)` and not from the global generators.
         """
 
 
@@ -87,10 +89,16 @@ class Counted(Source):
 
     def open(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
         """Iterate over the samples after the first `position`."""
-        first = int(position or 0)
-        for number, sample in enumerate(self._read(self._names[shard])):
-            if number >= first:
-                yield sample, number + 1
+        return _after(position, self._read(self._names[shard]))
+
+    def open_seeded(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
+        """Do the same with random numbers in `read` that are the same at each position."""
+        return _after(position, SeededRead(self._read)(self._names[shard]))
+
+
+def _after(position: Any, samples: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    first = int(position or 0)
+    return ((sample, number) for number, sample in enumerate(samples, 1) if number > first)
 
 
 def sized(names: Sequence[str]) -> dict[str, str]:
