@@ -221,16 +221,30 @@ def test_a_pipeline_of_a_shard_that_depends_on_the_rank_is_refused(
         next(iter(loader))
 
 
-def test_a_pipeline_of_a_shard_that_mixes_by_weight_continues() -> None:
-    def mixed(name: str) -> Any:
-        parts = {str(k): nodes.IterableWrapper(range(10 * k, 10 * k + 9)) for k in (1, 2)}
-        weights = {"1": 0.3, "2": 0.7}
-        return nodes.MultiNodeWeightedSampler(parts, weights, seed=int(name), rank=0, world_size=1)
+def mixed(name: str) -> Any:
+    parts = {str(k): nodes.IterableWrapper(range(10 * k, 10 * k + 9)) for k in (1, 2)}
+    weights = {"1": 0.3, "2": 0.7}
+    return nodes.MultiNodeWeightedSampler(parts, weights, seed=int(name), rank=0, world_size=1)
 
+
+@pytest.mark.parametrize("buffer", [0, 12])
+def test_a_pipeline_of_a_shard_that_mixes_by_weight_continues(buffer: int) -> None:
     def loader() -> StreamLoader:
-        return alone(NodeShards(["0", "1"], mixed), batch=3)
+        source = NodeShards(["0", "1"], mixed)
+        return alone(source, batch=3, shuffle=buffer > 0, buffer=buffer)
 
-    check_resumes(loader, list(loader()), every=2)
+    whole = list(loader())
+    check_resumes(loader, whole, every=2)
+    # A node changes the state that it got, and the loader still needs it.
+    given: list[Any] = []
+    saved: Any = None
+    while len(given) < len(whole):
+        one = loader()
+        if saved is not None:
+            assert one.resume(*saved) == ""
+        given.append(next(iter(one)))
+        saved = one.facts(), [one.state_dict()]
+    assert given == whole
 
 
 class Counting(torch.utils.data.IterableDataset[int]):

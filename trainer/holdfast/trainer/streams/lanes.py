@@ -13,6 +13,7 @@ first sample. In the rank itself, the program's own generators are restored afte
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -114,7 +115,9 @@ class _ShardReader:
         self.shard = epoch.order[cursor.place]
         seed_all(key_of(OPEN, epoch.seed, epoch.epoch, self.shard))
         opening = getattr(source, "open_seeded", source.open)
-        self._samples = iter(opening(epoch.names[self.shard], cursor.position))
+        # A source may change what it gets, and the cursor of a block still has it.
+        position = copy.deepcopy(cursor.position)
+        self._samples = iter(opening(epoch.names[self.shard], position))
         self._block: list[Any] | None = None
         self._order: list[int] = []
         # The position after the sample that was read last, or a function that returns it.
