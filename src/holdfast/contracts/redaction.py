@@ -120,9 +120,11 @@ _HEADER: Final = _pattern(
     r"(?im)^[^\n:]{0,40}\b(?:authorization|x-api-key|cookie|set-cookie):"
     r"\s*(?P<value>[^\n\"']{4,4096})"
 )
-# The signature of a URL that gives access to an object, until it expires.
+# The signature of a URL that gives access to an object, until it expires. Elsewhere, a long one.
 _SIGNED: Final = _pattern(
-    r"(?i)(?<![A-Za-z0-9_])sig(?:nature)?=(?P<value>[A-Za-z0-9%+/=_~.-]{16,4096})"
+    r"(?i)(?<![A-Za-z0-9_])"
+    r"(?:(?<=[?&])|(?<=[?&]x-amz-)|(?<=[?&]x-goog-)|(?=[a-z]{3,9}=[A-Za-z0-9%+/=_~.-]{16}))"
+    r"sig(?:nature)?=(?P<value>[A-Za-z0-9%+/=_~.-]{6,4096})"
 )
 # Whoever knows such a URL may write to the channel.
 _WEBHOOK: Final = _pattern(
