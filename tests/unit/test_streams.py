@@ -573,6 +573,24 @@ def test_a_loop_over_steps_reports_a_loader_whose_stream_no_checkpoint_has(
 
 
 @pytest.mark.timeout(120)
+def test_a_loop_of_the_program_reports_a_loader_with_an_order_of_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(name: str, *, shuffle: bool) -> bool:
+        layer = torch.nn.Linear(1, 1)
+        loader = DataLoader(range(6), batch_size=2, shuffle=shuffle)
+        with Session(layer, directory=tmp_path / name, interval=1) as session:
+            for _ in session.epochs(2):
+                for _ in loader:
+                    session.boundary()
+        said = capfd.readouterr()
+        return (said.out + said.err).count("a DataLoader in the order of a RandomSampler") == 1
+
+    assert train("shuffled", shuffle=True)
+    assert not train("in order", shuffle=False)
+
+
+@pytest.mark.timeout(120)
 def test_arguments_of_a_stream_are_checked_before_the_first_step(tmp_path: Path) -> None:
     source = numbered([3, 4, 5])
     with Session(torch.nn.Linear(1, 1), directory=tmp_path / "run", interval=100) as session:
