@@ -149,7 +149,7 @@ class LoopProgress:
         if not self._active:
             raise SpecError(
                 "an optimizer step outside of a loop over a prepared loader; expected a loop over "
-                f"a DataLoader that {self._prepare} returned"
+                f"a DataLoader that {self._prepare} returned, and not over a loader made of it"
             )
         problem = self._active[-1].loader.problem
         if problem is not None:
