@@ -181,6 +181,9 @@ def test_a_stateful_loader_continues_in_the_epoch_that_the_program_sets(
     assert sorted(chain.from_iterable(given[4:])) == list(range(10))
 
 
+PAIR: Any = [1, 2]
+
+
 def drawn_nodes(_: str) -> Any:
     rows = list(range(13))
     random.shuffle(rows)
@@ -204,11 +207,11 @@ def test_a_pipeline_of_a_shard_whose_function_draws_an_order_gives_the_rest_of_i
             "MultiNodeWeightedSampler with world_size=2, so each rank would read other samples",
         ),
         (
-            lambda: nodes.SamplerWrapper(DistributedSampler([1, 2], num_replicas=2, rank=0)),
+            lambda: nodes.SamplerWrapper(DistributedSampler(PAIR, num_replicas=2, rank=0)),
             "DistributedSampler with num_replicas=2, so each rank would read other samples",
         ),
         (
-            lambda: nodes.Mapper(nodes.SamplerWrapper(RandomSampler([1, 2])), str),
+            lambda: nodes.Mapper(nodes.SamplerWrapper(RandomSampler(PAIR)), str),
             "RandomSampler, whose order its state does not determine",
         ),
     ],

@@ -578,7 +578,8 @@ def test_a_loop_of_the_program_reports_a_loader_with_an_order_of_its_own(
 ) -> None:
     def train(name: str, *, shuffle: bool) -> bool:
         layer = torch.nn.Linear(1, 1)
-        loader = DataLoader(range(6), batch_size=2, shuffle=shuffle)
+        data: Any = range(6)
+        loader = DataLoader(data, batch_size=2, shuffle=shuffle)
         with Session(layer, directory=tmp_path / name, interval=1) as session:
             for _ in session.epochs(2):
                 for _ in loader:
