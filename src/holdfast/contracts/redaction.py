@@ -126,7 +126,7 @@ _SIGNED: Final = _pattern(
     r"(?:(?<=[?&])|(?<=[?&]x-amz-)|(?<=[?&]x-goog-)|(?=[a-z]{3,9}=[A-Za-z0-9%+/=_~.-]{16}))"
     r"sig(?:nature)?=(?P<value>[A-Za-z0-9%+/=_~.-]{6,4096})"
 )
-# Whoever knows such a URL may write to the channel.
+# Such a URL allows its reader to write to the channel.
 _WEBHOOK: Final = _pattern(
     r"(?:hooks\.slack\.com/[a-z]{1,20}|discord(?:app)?\.com/api/webhooks)/"
     r"(?P<value>[A-Za-z0-9_/-]{16,1024})"

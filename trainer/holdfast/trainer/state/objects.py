@@ -476,7 +476,7 @@ def check_kept_workers(loader: Any) -> None:
     """Raise `CheckpointError` if a loader's state has the end of an epoch at the next one's start.
 
     With persistent workers, torchdata takes a dataset's state before it iterates. If `__iter__` is
-    a generator, the dataset begins anew only with the first sample. A resume would then leave out
+    a generator, the dataset begins again only with the first sample. A resume would then leave out
     the samples of each worker that had given none.
     """
     dataset = getattr(loader, "dataset", None)
