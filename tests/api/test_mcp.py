@@ -80,10 +80,11 @@ def test_a_client_reads_runs_checkpoints_reasons_and_logs(served: Served) -> Non
         ("show_run", {"run": "gpt/../../session"}),
         ("explain_run", {"run": "gpt", "color": 1}),
         ("stop_run", {"run": "gpt"}),
+        ("show_run", {}),
     ]
     answers = call_all(served, calls)
     good = [text_of(one) for one in answers[:7]]
-    assert [one.is_error for one in answers] == [False] * 7 + [True] * 4
+    assert [one.is_error for one in answers] == [False] * 7 + [True] * 5
     assert "gpt" in {one["run"] for one in json.loads(good[0])["items"]}
     assert json.loads(good[1])["run"] == "gpt"
     assert len(json.loads(good[2])["items"]) == 1
@@ -98,6 +99,7 @@ def test_a_client_reads_runs_checkpoints_reasons_and_logs(served: Served) -> Non
     assert "without slashes" in bad[1]
     assert "expected only `run`" in bad[2]
     assert "--allow-orders" in bad[3]
+    assert "run is missing" in bad[4]
 
 
 def test_what_the_token_may_not_is_refused_plainly(served: Served) -> None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import torch
 from tests.process.stream_program import EPOCHS, SIZES, disturb, noisy, note, source_of
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from holdfast.trainer.streams import StreamDataset, TextLines
 
@@ -175,6 +175,8 @@ def with_fabric(settings: dict[str, Any]) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model, optimizer = fabric.setup(model, optimizer)
+    # A loader of an evaluation counts its batches in another unit than that of the stream.
+    fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(4.0)), batch_size=2))
     loader = fabric.setup_dataloaders(loader_of(settings, BATCH))
     for epoch in fabric.epochs(EPOCHS):
         for number, inputs in enumerate(loader, fabric.first_batch):

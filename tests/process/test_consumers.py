@@ -46,21 +46,27 @@ import json, os
 step = int(os.environ["HOLDFAST_CHECKPOINT_STEP"])
 json.dump({"distance": abs(step - 20)}, open(os.environ["HOLDFAST_METRICS_FILE"], "w"))
 """
-WEIGHTS = """
+KEY = "TESTS_CONSUMER_KEY"
+# An evaluation at the end reads a dataset with the run's token, as the program did.
+WEIGHTS = f"""
 import os, torch
+assert os.environ["{KEY}"] == "a value"
 torch.load(os.environ["HOLDFAST_CHECKPOINT_PATH"], weights_only=True)
 """
 
 
 @pytest.mark.more
-def test_evaluations_choose_the_best_checkpoint_of_a_run(tmp_path: Path, index: Index) -> None:
+def test_evaluations_choose_the_best_checkpoint_of_a_run(
+    tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, "a value")
     (tmp_path / "train.py").write_text(PROGRAM)
     evaluation, weights = ([sys.executable, "-c", one] for one in (EVALUATION, WEIGHTS))
     spec = RunSpec(
         name="tried",
         command=("train.py",),
         launch={"working_directory": str(tmp_path)},
-        environment={"PYTHONPATH": str(RANK_FORKS)},
+        environment={"PYTHONPATH": str(RANK_FORKS), KEY: {"from_env": KEY}},
         supervision={"heartbeat_s": 0.2, "backoff_s": 0, "standby_after_s": "off"},
         checkpoint={
             "interval": 10,
@@ -100,6 +106,7 @@ def test_evaluations_choose_the_best_checkpoint_of_a_run(tmp_path: Path, index: 
     consumed = [one["from"] for one in graph["edges"] if one["kind"] == "consumed_by"]
     assert len(consumed) == len(uses)
     assert not list(run.paths.consumers.rglob("export*")), "the export was not deleted"
+    assert not run.paths.private.exists(), "the values of secrets were not deleted"
     committed = {one.data["checkpoint"]: one.time for one in run.events(EventKind.COMMITTED)}
     waits = {
         start.data["checkpoint"]: claim.claimed_at - committed[start.data["checkpoint"]]

@@ -22,6 +22,7 @@ from holdfast.contracts.node.flight import (
 from holdfast.trainer.flight_records import main, read_record, read_records, summarise
 from holdfast.workers.agent.watch.collectives import CollectiveBlame, find_missing
 from holdfast.workers.agent.watch.flight_recorder import MergedRecords, read_summaries
+from holdfast.workers.flight_records import main as merge
 
 LINE = {"name": "step", "filename": "/home/ann/tour/train.py", "line": 24}
 TORCH = {"name": "all_reduce", "filename": "/opt/torch/distributed/c10d.py", "line": 3}
@@ -314,3 +315,22 @@ def test_the_summaries_of_all_nodes_are_merged(tmp_path: Path) -> None:
     assert merged.blame.ranks == (3,)
     (folders[0] / FILE).write_text('{"ranks": [{"rank": "x"}]}')
     assert read_summaries(folders[0]) is None
+
+
+def test_records_that_nobody_can_read_do_not_say_that_nothing_is_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown() -> dict[str, Any]:
+        assert merge([str(tmp_path)]) == 1
+        return dict(json.loads(capsys.readouterr().out))
+
+    assert shown()["finding"] == "there is no flight record"
+    # PyTorch 2.3 does not say which calls are transfers.
+    old = Record(a=[0, 1]).call("a", 1, state="started").value
+    del old["entries"][0]["is_p2p"]
+    write(tmp_path / "nccl-rank-0", old)
+    found = shown()
+    assert found["finding"] == "no flight record could be read"
+    assert found["unread"] == {"0": "it has no 'is_p2p'; expected a record of PyTorch 2.5 or newer"}
+    write(tmp_path / "nccl-rank-1", Record(a=[0, 1]).done("a", 1).value)
+    assert shown()["finding"] == "the records show no open collective"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import datasets
 import pytest
-from tests.unit.test_streams import alone, flat, read
+from tests.unit.test_streams import alone, check_resumes, flat, read
 
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.trainer.state import plain
 from holdfast.trainer.streams.convert import as_source, why_inexact
+from holdfast.trainer.streams.loader import StreamLoader
 
 ROWS, SHARDS = 40, 4
 
@@ -89,6 +91,30 @@ def test_a_stream_continues_after_five_resumes_and_at_other_sizes(kind: str) -> 
     two, rest = read(as_source(STEPS[kind]()), 2, steps=2, **more)
     three, _ = read(as_source(STEPS[kind]()), 3, saved=rest, **more)
     assert flat(two + three) == flat([whole])
+
+
+def read_in_random_order(files: list[str]) -> Iterator[dict[str, Any]]:
+    for name in files:
+        order = list(range(11))
+        random.shuffle(order)
+        yield from ({"n": int(name) + number, "x": random.random()} for number in order)
+
+
+def noisy(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "y": random.random()}
+
+
+def test_a_function_that_draws_an_order_gives_the_rest_of_it_after_a_resume() -> None:
+    def loader() -> StreamLoader:
+        files = {"files": ["100", "200", "300"]}
+        made = datasets.IterableDataset.from_generator(read_in_random_order, gen_kwargs=files)
+        return alone(as_source(made.map(noisy).filter(is_kept)), batch=2, open_shards=2)
+
+    whole = list(loader())
+    numbers = [row["n"] for batch in whole for row in batch]
+    expected = [n + k for n in (100, 200, 300) for k in range(11)]
+    assert sorted(numbers) == [n for n in expected if n % 3]
+    check_resumes(loader, whole, every=4)
 
 
 def test_steps_that_an_old_version_loses_samples_after_are_refused(

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.unit.test_streams import alone, flat, read
+from tests.unit.test_streams import alone, check_resumes, flat, read
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as samplers
 
-from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.trainer import Session
 from holdfast.trainer.state import plain
 from holdfast.trainer.streams import NodeShards
 from holdfast.trainer.streams.convert import as_source
+from holdfast.trainer.streams.loader import StreamLoader
 
 SIZES = {"a": 9, "b": 14, "c": 5, "d": 11}
 STATE_BYTES_MAX = 64 * 1024
@@ -178,3 +179,102 @@ def test_a_stateful_loader_continues_in_the_epoch_that_the_program_sets(
     # The epochs have four steps.
     given = launch(6) + launch(0)
     assert sorted(chain.from_iterable(given[4:])) == list(range(10))
+
+
+PAIR: Any = [1, 2]
+
+
+def drawn_nodes(_: str) -> Any:
+    rows = list(range(13))
+    random.shuffle(rows)
+    return nodes.IterableWrapper(rows)
+
+
+def test_a_pipeline_of_a_shard_whose_function_draws_an_order_gives_the_rest_of_it() -> None:
+    def loader() -> StreamLoader:
+        return alone(NodeShards(["0", "1"], drawn_nodes), batch=2)
+
+    check_resumes(loader, list(loader()), every=4)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (
+            lambda: nodes.MultiNodeWeightedSampler(
+                {"a": nodes.IterableWrapper([1])}, {"a": 1.0}, rank=0, world_size=2
+            ),
+            "MultiNodeWeightedSampler with world_size=2, so each rank would read other samples",
+        ),
+        (
+            lambda: nodes.SamplerWrapper(DistributedSampler(PAIR, num_replicas=2, rank=0)),
+            "DistributedSampler with num_replicas=2, so each rank would read other samples",
+        ),
+        (
+            lambda: nodes.Mapper(nodes.SamplerWrapper(RandomSampler(PAIR)), str),
+            "RandomSampler, whose order its state does not determine",
+        ),
+    ],
+)
+def test_a_pipeline_of_a_shard_that_depends_on_the_rank_is_refused(
+    make: Callable[[], Any], problem: str
+) -> None:
+    loader = alone(NodeShards(["0"], lambda _: make()))
+    with pytest.raises(SpecError, match=problem):
+        next(iter(loader))
+
+
+def mixed(name: str) -> Any:
+    parts = {str(k): nodes.IterableWrapper(range(10 * k, 10 * k + 9)) for k in (1, 2)}
+    weights = {"1": 0.3, "2": 0.7}
+    return nodes.MultiNodeWeightedSampler(parts, weights, seed=int(name), rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("buffer", [0, 12])
+def test_a_pipeline_of_a_shard_that_mixes_by_weight_continues(buffer: int) -> None:
+    def loader() -> StreamLoader:
+        source = NodeShards(["0", "1"], mixed)
+        return alone(source, batch=3, shuffle=buffer > 0, buffer=buffer)
+
+    whole = list(loader())
+    check_resumes(loader, whole, every=2)
+    # A node changes the state that it got, and the loader still needs it.
+    given: list[Any] = []
+    saved: Any = None
+    while len(given) < len(whole):
+        one = loader()
+        if saved is not None:
+            assert one.resume(*saved) == ""
+        given.append(next(iter(one)))
+        saved = one.facts(), [one.state_dict()]
+    assert given == whole
+
+
+class Counting(torch.utils.data.IterableDataset[int]):
+    """Numbers of a dataset that has its state itself, as many do."""
+
+    def __init__(self) -> None:
+        self.at, self.is_restored = 0, False
+
+    def __iter__(self) -> Iterator[int]:
+        self.at, self.is_restored = self.at * self.is_restored, False
+        while self.at < 8:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.is_restored = state["at"], True
+
+
+def test_persistent_workers_that_would_lose_samples_are_refused(tmp_path: Path) -> None:
+    def launch(name: str, **more: Any) -> None:
+        loader = StatefulDataLoader(Counting(), 2, num_workers=1, **more)
+        model = torch.nn.Linear(1, 1)
+        Session(model, directory=tmp_path / name, per_rank={"loader": loader}).close()
+
+    with pytest.raises(CheckpointError, match="Leave persistent_workers out"):
+        launch("kept", persistent_workers=True)
+    launch("new")

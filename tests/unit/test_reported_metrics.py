@@ -94,13 +94,14 @@ def test_the_index_and_the_command_show_them(call: Call, run: RunFolder) -> None
     [
         ("accuracy", "expected NAME=NUMBER"),
         ("accuracy=high", "expected NAME=NUMBER"),
+        ("loss=2", "loss is given twice"),
         ("=1", "expected the name of a metric"),
         ("a b=1", "expected the name of a metric"),
         ("a\x1b=1", "expected the name of a metric"),
     ],
 )
 def test_what_is_no_number_is_refused(call: Call, run: RunFolder, word: str, said: str) -> None:
-    refused = call("metric", "kelp:latest", word)
+    refused = call("metric", "kelp:latest", "loss=1", word)
     assert refused.status == 2
     assert said in refused.err
     assert EventKind.METRIC not in {event.kind for event in load_history(run.paths).events}

@@ -364,6 +364,23 @@ def test_random_transforms_depend_on_the_sample_and_leave_the_program_s_numbers_
     assert (torch.rand(2).tolist(), random.random()) == expected
 
 
+def read_in_random_order(_: str) -> Iterator[tuple[int, float]]:
+    order = list(range(13))
+    random.shuffle(order)
+    return ((number, random.random() + torch.rand(()).item()) for number in order)
+
+
+@pytest.mark.parametrize("buffer", [0, 5])
+def test_a_reader_that_draws_an_order_gives_the_rest_of_it_after_a_resume(buffer: int) -> None:
+    def loader() -> StreamLoader:
+        source = Counted(["0", "1", "2"], read_in_random_order)
+        return alone(source, batch=1, buffer=buffer, shuffle=buffer > 0, open_shards=2)
+
+    whole = list(loader())
+    assert sorted(number for [(number, _)] in whole) == sorted(3 * [*range(13)])
+    check_resumes(loader, whole, every=4)
+
+
 def test_an_iteration_is_the_rest_of_an_epoch() -> None:
     loader = alone(numbered([5, 5]), batch=2)
     batches = iter(loader)
@@ -553,6 +570,25 @@ def test_a_loop_over_steps_reports_a_loader_whose_stream_no_checkpoint_has(
     saved = Kept()
     loader = iter(DataLoader(saved, batch_size=2))
     assert not train("saved", loader, extra={"data": saved})
+
+
+@pytest.mark.timeout(120)
+def test_a_loop_of_the_program_reports_a_loader_with_an_order_of_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(name: str, *, shuffle: bool) -> bool:
+        layer = torch.nn.Linear(1, 1)
+        data: Any = range(6)
+        loader = DataLoader(data, batch_size=2, shuffle=shuffle)
+        with Session(layer, directory=tmp_path / name, interval=1) as session:
+            for _ in session.epochs(2):
+                for _ in loader:
+                    session.boundary()
+        said = capfd.readouterr()
+        return (said.out + said.err).count("a DataLoader in the order of a RandomSampler") == 1
+
+    assert train("shuffled", shuffle=True)
+    assert not train("in order", shuffle=False)
 
 
 @pytest.mark.timeout(120)

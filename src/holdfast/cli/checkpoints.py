@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -85,13 +86,24 @@ def metric(
     They count like those that the program logs: for the keep rules, `run:best`, `checkpoints
     --best` and the web UI. A new value replaces the former one.
     """
-    values = require_metrics(dict(map(_metric_in, metrics)))
+    values = require_metrics(_metrics_in(metrics))
     paths, name = locate_checkpoint(checkpoint, root)
     with JournalWriter(paths.journal_of("cli")) as journal:
         report(paths, name, values, by=user_name(), journal=journal)
     shown = {key: value if isfinite(value) else str(value) for key, value in values.items()}
     facts = {"checkpoint": checkpoint_id(paths.name, name), "metrics": shown}
     answer(facts, as_json, lambda data: say(f"recorded for {data['checkpoint']}"))
+
+
+def _metrics_in(words: Sequence[str]) -> dict[str, float]:
+    """Return the numbers by name. Raises `SpecError` for a name that is there twice."""
+    found: dict[str, float] = {}
+    for word in words:
+        name, value = _metric_in(word)
+        if name in found:
+            raise SpecError(f"{word!r}: {name} is given twice; expected one value")
+        found[name] = value
+    return found
 
 
 def _metric_in(word: str) -> tuple[str, float]:

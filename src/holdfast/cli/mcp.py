@@ -33,7 +33,7 @@ def mcp(
     ] = None,
     allow_orders: Annotated[
         bool,
-        typer.Option("--allow-orders", help="Also offer stop, pause, resume, save and cancel."),
+        typer.Option("--allow-orders", help="Also offer stop, pause, resume and cancel."),
     ] = False,
 ) -> None:
     """Serve tools for agents over the Model Context Protocol, on standard input and output.

@@ -47,7 +47,9 @@ _SECRET_NAME: Final = _pattern(
     r"token|.*(?:password|passwd|secret|apikey)s?"
     r"|(?:.*_)?(?:pwd|passphrase|jwt|dsn|credential|authtoken|accesskey|secretkey)s?"
     r"|(?:.*_)?(?:api|access|secret|private|ssh|signing|encryption|account|auth|service|license"
-    r"|deploy|storage|master)_keys?"
+    r"|deploy|storage|master|wandb|openai|anthropic|huggingface|hf|comet|neptune|aws|azure|gcp"
+    r"|github|gitlab)_keys?"
+    r"|(?:.*_)?authorization|(?:set_)?cookies?"
     r"|(?:.*_)?(?:api|access|auth|oauth|refresh|bearer|session|security|hf|gh|github|gitlab|wandb"
     r"|slack|bot)_tokens?"
     r"|(?:.*_)?(?:db|user|mysql|pg|postgres|smtp|redis|ssh|mail|admin|root|proxy|ftp|http|login"
@@ -118,6 +120,21 @@ _HEADER: Final = _pattern(
     r"(?im)^[^\n:]{0,40}\b(?:authorization|x-api-key|cookie|set-cookie):"
     r"\s*(?P<value>[^\n\"']{4,4096})"
 )
+# The signature of a URL that gives access to an object, until it expires. Elsewhere, a long one.
+_SIGNED: Final = _pattern(
+    r"(?i)(?<![A-Za-z0-9_])"
+    r"(?:(?<=[?&])|(?<=[?&]x-amz-)|(?<=[?&]x-goog-)|(?=[a-z]{3,9}=[A-Za-z0-9%+/=_~.-]{16}))"
+    r"sig(?:nature)?=(?P<value>[A-Za-z0-9%+/=_~.-]{6,4096})"
+)
+# Such a URL allows its reader to write to the channel.
+_WEBHOOK: Final = _pattern(
+    r"(?:hooks\.slack\.com/[a-z]{1,20}|discord(?:app)?\.com/api/webhooks)/"
+    r"(?P<value>[A-Za-z0-9_/-]{16,1024})"
+)
+# A line of ~/.netrc, or several.
+_NETRC: Final = _pattern(
+    r"(?i)\blogin\s{1,3}\S{1,256}\s{1,3}password\s{1,3}(?P<value>[^\s\"']{6,1024})"
+)
 _KNOWN: Final = _pattern(
     r"(?<![A-Za-z0-9])(?P<value>"
     r"hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
@@ -134,7 +151,7 @@ _KEY_LINES: Final = _pattern(
     r"|[A-Za-z0-9+/=]{1,15}(?=[\s\\\"'.]|\Z)(?! [A-Za-z(])))*"
 )
 # A text without any of these contains no secret, except known values.
-_ANY: Final = _pattern(r"[=:@ ]|[a-z]_[A-Za-z0-9]|[a-z]-[A-Za-z0-9]|dapi|A[KS]IA|AIza|eyJ")
+_ANY: Final = _pattern(r"[=:@ ]|\.com/|[a-z]_[A-Za-z0-9]|[a-z]-[A-Za-z0-9]|dapi|A[KS]IA|AIza|eyJ")
 _NUMBER: Final = _pattern(r"[-+]?[0-9][0-9_.,]*(?:e[-+]?[0-9]+)?%?", re.IGNORECASE)
 # A word of this length with a letter and a digit looks random.
 RANDOM_CHARACTERS_MIN: Final = 8
@@ -150,6 +167,8 @@ _PREFIXES: Final = (
     *("hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "sk-", "xox"),
     *("AKIA", "ASIA", "AIza", "npm_", "pypi-", "dapi", "dckr_pat_", "hold_", "eyJ"),
 )
+_SIGNATURES: Final = ("sig=", "signature=")
+_WEBHOOKS: Final = ("hooks.slack.com/", "discord.com/api/", "discordapp.com/api/")
 _HEADERS: Final = ("authorization:", "x-api-key:", "cookie:")
 _LOGIN_PARTS: Final = ("-u", "-U", "--user", "--proxy-user")
 # More than the characters of a line before its header.
@@ -157,7 +176,10 @@ HEADER_AFTER_MAX: Final = 64
 _SAID_NAMES: Final = ("password", "passphrase", "token", "secret", "key")
 # The longest of these names, and the spaces after it.
 SAID_BEFORE_MAX: Final = 13
-_NAME_PARTS: Final = ("token", "pass", "secret", "key", "pwd", "jwt", "dsn", "credential")
+_NAME_PARTS: Final = (
+    *("token", "pass", "secret", "key", "pwd", "jwt", "dsn", "credential", "authorization"),
+    "cookie",
+)
 _VARIABLE_PARTS: Final = ("PAT", "AUTH")
 _ODD_LETTERS: Final = str.maketrans({"\u0130": "i", "\u0131": "i", "\u017f": "s", "\u212a": "k"})
 _NAME_CHARACTERS: Final = f"{string.ascii_letters}{string.digits}_.-"
@@ -307,6 +329,9 @@ def _find(text: str, secrets: Sequence[str]) -> Iterator[tuple[int, int]]:
         (_BEARER, _places(folded, ("bearer", "basic"))),
         (_HEADER, lines),
         (_WANDB_LOGIN, _places(text, ("wandb",))),
+        (_SIGNED, _places(folded, _SIGNATURES)),
+        (_WEBHOOK, _places(text, _WEBHOOKS)),
+        (_NETRC, _places(folded, ("login",))),
         (_URL, schemes),
         (_URL_TOKEN, schemes),
     ):

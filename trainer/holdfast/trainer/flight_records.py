@@ -89,6 +89,9 @@ def read_record(rank: int, path: Path) -> RankFlight:
     """Return the summary of one record, with a `problem` if it is not one."""
     try:
         return summarise(rank, read_pickle(_chunks(path), _refuse, {}, text_max=TEXT_BYTES_MAX))
+    except KeyError as error:
+        problem = f"it has no {error}; expected a record of PyTorch 2.5 or newer"
+        return RankFlight(rank=rank, problem=problem[:SHOWN_CHARACTERS])
     except Exception as error:
         # A hostile record can raise any exception. Each means that it cannot be used.
         return RankFlight(rank=rank, problem=f"{type(error).__name__}: {error}"[:SHOWN_CHARACTERS])

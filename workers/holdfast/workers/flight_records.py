@@ -4,7 +4,7 @@
 
 The agent does the same when it suspects a hang. This prints one JSON object with `missing`, the
 ranks to blame, `finding`, a sentence, and `unread`, the records that could not be read. The exit
-status is 1 if the records show no open collective.
+status is 1 if the records show no open collective, or if none could be read.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.contracts.errors import HoldfastError
@@ -38,11 +39,20 @@ def main(arguments: list[str]) -> int:
     blame = find_missing(found, given.ranks)
     shown = {
         "missing": list(blame.ranks) if blame else [],
-        "finding": blame.finding if blame else "the records show no open collective",
+        "finding": blame.finding if blame else _nothing(found),
         "unread": {str(one.rank): one.problem for one in found if one.problem},
     }
     print(json.dumps(shown, indent=2))
     return 0 if blame else 1
+
+
+def _nothing(found: Sequence[RankFlight]) -> str:
+    """Return why no rank is blamed."""
+    if not found:
+        return "there is no flight record"
+    if all(one.problem for one in found):
+        return "no flight record could be read"
+    return "the records show no open collective"
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from holdfast.contracts.spec.secrets import (
     write_record,
 )
 from holdfast.flows.supervisor.deliveries import check_address
+from holdfast.workers.runs.reconcile import needs_secrets
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,8 @@ def record(paths: RunPaths, *, refresh: bool) -> None:
 
 
 def forget(paths: RunPaths) -> None:
-    """Delete the run's recorded values if it has ended."""
-    forget_record(paths, lambda: not load_tallied(paths).state.is_live)
+    """Delete the run's recorded values if it has ended and no consumer may need them."""
+    forget_record(paths, lambda: not needs_secrets(paths, load_tallied(paths)))
 
 
 def _look_up(reference: SecretReference) -> str:

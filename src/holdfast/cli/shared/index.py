@@ -196,7 +196,7 @@ def locate_checkpoint(text: str, root: str | None) -> tuple[RunPaths, str]:
         return paths, path.name
     raise NotFoundError(
         f"{text!r}: not a checkpoint. Expected an id <run>:<step-…>, as `holdfast checkpoints "
-        "RUN` lists them, <run>:latest, <run>:best, or the path of its directory."
+        "RUN` lists them, <run>:latest, <run>:best, <run>:step-20, or the path of its directory."
     )
 
 

@@ -125,7 +125,9 @@ def path_of(template: str, values: Mapping[str, Any]) -> str:
     """Return a path of the API with `{names}` replaced. Raises `SpecError` for a value of none."""
 
     def replace(found: re.Match[str]) -> str:
-        text = str(values.get(found[1], ""))
+        if found[1] not in values:
+            raise SpecError(f"{found[1]} is missing; expected a name or a number")
+        text = str(values[found[1]])
         if not _NAME.fullmatch(text):
             raise SpecError(f"{found[1]}={text!r}: expected a name without slashes or blanks")
         return quote(text, safe="")

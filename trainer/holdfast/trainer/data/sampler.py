@@ -12,7 +12,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.contracts.errors import SpecError
@@ -23,6 +29,8 @@ _STREAM: Final = (
     "Give session.stream a source that names its shards, such as TextLines or a "
     "datasets.IterableDataset, or use session.sampler with an indexed dataset"
 )
+# An evaluation reads in order.
+_SHUFFLING: Final = (DistributedSampler, RandomSampler)
 # Drawing this many ids takes a few times as long as drawing one.
 DRAWN_AT_ONCE: Final = 256
 
@@ -240,27 +248,31 @@ def note_on_open_loaders(is_saved: Callable[[object], bool]) -> str:
     so this is no error. `is_saved` says whether a dataset or a loader is part of a checkpoint.
     torchdata's loaders keep a state, so they are left out here.
     """
-    if not any(_open_streams(is_saved)):
+    if not any(_open_loaders(is_saved)):
         return ""
     # The iterator may be one of a program's garbage.
     gc.collect()
-    for name in _open_streams(is_saved):
+    for what in _open_loaders(is_saved):
         return (
-            f"a DataLoader over the stream {name} was open when the steps began, and no checkpoint "
-            "has its place. Unless the program skips what it has read, a resume begins again with "
-            f"the first samples. {_STREAM}"
+            f"a DataLoader {what} was open when the steps began, and no checkpoint has its place. "
+            f"Unless the program skips what it has read, a resume begins again. {_STREAM}"
         )
     return ""
 
 
-def _open_streams(is_saved: Callable[[object], bool]) -> Iterator[str]:
-    """Yield the datasets of torch's iterators over a stream that exist now."""
+def _open_loaders(is_saved: Callable[[object], bool]) -> Iterator[str]:
+    """Yield what torch's iterators read whose place no checkpoint has."""
     for each in gc.get_objects():
         kind = type(each)
-        if issubclass(kind, _BaseDataLoaderIter) and kind.__module__.startswith("torch."):
-            dataset = getattr(each, "_dataset", None)
-            if isinstance(dataset, IterableDataset) and not is_saved(dataset):
-                yield type(dataset).__name__
+        if not issubclass(kind, _BaseDataLoaderIter) or not kind.__module__.startswith("torch."):
+            continue
+        dataset, batches = getattr(each, "_dataset", None), getattr(each, "_index_sampler", None)
+        sampler = getattr(batches, "sampler", batches)
+        if isinstance(dataset, IterableDataset):
+            if not is_saved(dataset):
+                yield f"over the stream {type(dataset).__name__}"
+        elif type(sampler) in _SHUFFLING and not is_saved(sampler):
+            yield f"in the order of a {type(sampler).__name__}"
 
 
 def batches_per_step(local_batch: int, batch_size: int | None) -> int:

@@ -448,6 +448,7 @@ class Session(StreamMethods):
 
         Returns True when this rank must leave now. By then the last checkpoint is committed.
         """
+        self._note_unknown_data(in_step=True)
         return self._loop.boundary()
 
     @while_open

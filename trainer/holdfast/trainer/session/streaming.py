@@ -44,6 +44,7 @@ class StreamMethods:
     _ranks: ControlGroup
     _state: ProgramState
     _has_stream = False
+    _looked_in_step: frozenset[bool] = frozenset()
 
     @property
     def step(self) -> int:
@@ -132,9 +133,15 @@ class StreamMethods:
         self._report(_continued(self._state.streams, name, made))
         return made
 
-    def _note_unknown_data(self) -> None:
-        """Tell the user if the data is a stream that the session does not know."""
-        if not (self._has_stream or self._position.has_order or self._position.has_begun):
+    def _note_unknown_data(self, *, in_step: bool = False) -> None:
+        """Tell the user if the data has a place that the session does not know.
+
+        Looked for once before the first step, and once in a step that the program ends itself.
+        """
+        if self._has_stream or self._position.has_order or in_step in self._looked_in_step:
+            return
+        self._looked_in_step |= {in_step}
+        if in_step or not self._position.has_begun:
             self._report(note_on_open_loaders(self._state.saves))
 
     def _require_before_steps(self) -> None:

@@ -10,15 +10,16 @@ each rank. Only that rank saves and restores the row, and the row's key contains
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.plain_text import counted
@@ -422,6 +423,7 @@ def _stateful(name: str, item: Any) -> Stateful:
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
         _check_samplers(name, item)
         if is_of_one_rank(item):
+            check_kept_workers(item)
             copy_states_of(item)
         stateful: Stateful = item
         return stateful
@@ -470,6 +472,28 @@ def copy_states_of(loader: Any) -> None:
         vars(dataset)["state_dict"] = _CopiedState(method)
 
 
+def check_kept_workers(loader: Any) -> None:
+    """Raise `CheckpointError` if a loader's state has the end of an epoch at the next one's start.
+
+    With persistent workers, torchdata takes a dataset's state before it iterates. If `__iter__` is
+    a generator, the dataset begins again only with the first sample. A resume would then leave out
+    the samples of each worker that had given none.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if (
+        getattr(loader, "persistent_workers", False)
+        and isinstance(dataset, IterableDataset)
+        and hasattr(dataset, "state_dict")
+        and inspect.isgeneratorfunction(type(dataset).__iter__)
+    ):
+        raise CheckpointError(
+            f"this {type(loader).__name__} has persistent_workers, and {type(dataset).__name__} "
+            "has its state itself while __iter__ is a generator. At the start of an epoch, the "
+            "loader would save the state of the one before, and a resume leave out samples. Leave "
+            "persistent_workers out, or let __iter__ return an iterator that has the state"
+        )
+
+
 def _state_of(item: Any) -> Any:
     """Return the state of an object of one rank.
 
@@ -489,20 +513,31 @@ def _check_samplers(name: str, item: Any) -> None:
     """
     if type(item).__module__.partition(".")[0] != "torchdata":
         return
-    waiting, seen = [getattr(item, "root", None)], set[int]()
-    while waiting:
-        node: Any = waiting.pop()
-        if id(node) in seen or not (isinstance(node, Sampler) or hasattr(node, "get_state")):
-            continue
-        seen.add(id(node))
-        if type(node).__name__ in _DRAWING and not _saves_epoch(node):
+    for node in pipeline_parts(getattr(item, "root", None)):
+        if draws_unsaved_order(node):
             raise CheckpointError(
                 f"extra {name!r}: its {type(node).__name__} draws an order that its state does not "
                 "determine, so a resume would repeat and lose samples; use torch's "
                 "DistributedSampler, with num_replicas=1 for one rank"
             )
+
+
+def pipeline_parts(root: Any) -> Iterator[Any]:
+    """Yield the nodes and samplers of a pipeline of `torchdata.nodes`, from its last node on."""
+    waiting, seen = [root], set[int]()
+    while waiting:
+        node: Any = waiting.pop()
+        if id(node) in seen or not (isinstance(node, Sampler) or hasattr(node, "get_state")):
+            continue
+        seen.add(id(node))
+        yield node
         for value in vars(node).values():
             waiting += value.values() if isinstance(value, dict) else [value]
+
+
+def draws_unsaved_order(node: Any) -> bool:
+    """Return True for a sampler that draws an order which its state does not determine."""
+    return type(node).__name__ in _DRAWING and not _saves_epoch(node)
 
 
 def _saves_epoch(sampler: Any) -> bool:

@@ -14,10 +14,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.contracts.disk.digests import digest_of
 from holdfast.contracts.errors import SpecError
+from holdfast.trainer.state.objects import draws_unsaved_order, pipeline_parts
+from holdfast.trainer.streams.seeds import SeededRead
 from holdfast.trainer.streams.source import WHAT_WORKS, Source, sized
 from holdfast.trainer.streams.tar import TarMember, TarShards, grouped
 
 _BUFFER: Final = "BufferShuffledExamplesIterable"
+_FUNCTION: Final = "ExamplesIterable"
 # Older versions of datasets lose the rest of a block of samples after these steps.
 _EXACT_SINCE: Final = (5, 1)
 _LOSSY: Final = ("Filtered", "Mapped")
@@ -74,14 +77,33 @@ class NodeShards(Source):
     def open(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
         """Iterate over what a pipeline gives from its state `position` on."""
         node = self._make(self._names[shard])
+        _check_pipeline(shard, node)
         node.reset(position)
 
         def state() -> Any:
             # A node may continue to change what it returned.
             return copy.deepcopy(node.state_dict())
 
-        for sample in node:
-            yield sample, state
+        return ((sample, state) for sample in node)
+
+
+def _check_pipeline(shard: str, last: Any) -> None:
+    """Raise `SpecError` if a pipeline gives other samples on another rank or after a resume."""
+    for node in pipeline_parts(last):
+        name = type(node).__name__
+        if draws_unsaved_order(node):
+            raise SpecError(
+                f"the pipeline of shard {shard!r} has a {name}, whose order its state does not "
+                "determine, so a resume would repeat and lose samples; leave it out, and pass "
+                "shuffle=True to session.stream"
+            )
+        size = "num_replicas" if hasattr(node, "num_replicas") else "world_size"
+        if (ranks := getattr(node, size, 1)) != 1:
+            raise SpecError(
+                f"the pipeline of shard {shard!r} has a {name} with {size}={ranks}, so each rank "
+                "would read other samples of the shard, and another number of ranks too; pass "
+                f"rank=0 and {size}=1, because the stream divides the shards over the ranks"
+            )
 
 
 @dataclass
@@ -336,15 +358,28 @@ class HuggingFaceStream(Source):
 
     def open(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
         """Iterate over a shard from a state of `datasets` on."""
+        return _after(position, self.part(shard))
+
+    def open_seeded(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
+        """Do the same with random numbers in a function of the program that are the same.
+
+        At a position, datasets calls the function again and leaves out its first samples.
+        """
         part = self.part(shard)
-        if position is not None:
-            part.load_state_dict(position)
-        for sample in part:
-            yield sample, part.state_dict
+        for node in _nodes_below(part._ex_iterable, 0):
+            if type(node).__name__ == _FUNCTION:
+                node.generate_examples_fn = SeededRead(node.generate_examples_fn)
+        return _after(position, part)
 
     def part(self, shard: str) -> Any:
         """Return a shard as a stream of `datasets`."""
         return self._dataset.shard(num_shards=len(self._numbers), index=self._numbers[shard])
+
+
+def _after(position: Any, part: Any) -> Iterator[tuple[Any, Any]]:
+    if position is not None:
+        part.load_state_dict(position)
+    return ((sample, part.state_dict) for sample in part)
 
 
 def from_hugging_face(given: Any) -> HuggingFaceStream:

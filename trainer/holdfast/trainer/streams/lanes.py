@@ -5,15 +5,15 @@ the epoch, the shard and the block's first sample. So the state of a shard is wh
 and how many of its samples were given, and a resume reads at most one block again.
 
 Before each sample is read, the generators of Python, NumPy and torch are seeded from the seed, the
-epoch, the shard and the sample's number in it. So a random transform gives the same result for any
-reader. A collator gets the seed of its batch's first sample. In the rank itself, the program's own
-generators are restored afterwards.
+epoch, the shard and the sample's number in it, and before a shard is opened from the first three.
+So a random transform gives the same result for any reader. A collator gets the seed of its batch's
+first sample. In the rank itself, the program's own generators are restored afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import copy
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,11 +29,10 @@ from holdfast.contracts.node.reporting import report
 from holdfast.trainer.data.order import permute
 from holdfast.trainer.state import rng
 from holdfast.trainer.streams.division import Cursor, LaneState, last_steps, moved, shares
+from holdfast.trainer.streams.seeds import BLOCK, COLLATE, OPEN, READ, TRANSFORM, key_of, seed_all
 from holdfast.trainer.streams.source import Source
 
 _END: Final = object()
-# The orders that `key_of` makes seeds for. Their numbers must never change.
-BLOCK, READ, TRANSFORM, COLLATE = 0, 1, 2, 3
 
 
 class Mark(NamedTuple):
@@ -79,19 +78,6 @@ class Share:
     filler: Any = None
 
 
-def key_of(kind: int, *numbers: int) -> int:
-    """Return 64 bits that depend on `kind` and the numbers, the same in all versions."""
-    text = ",".join(map(str, (kind, *numbers))).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-def seed_all(key: int) -> None:
-    """Seed the generators that a transform may use, without those of devices."""
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(key & ((1 << 63) - 1))
-
-
 @contextlib.contextmanager
 def kept_generators() -> Iterator[None]:
     """Restore the program's generators at the end, as if nothing had been drawn."""
@@ -121,7 +107,11 @@ class _ShardReader:
     def __init__(self, source: Source, epoch: Epoch, cursor: Cursor) -> None:
         self._epoch, self._cursor = epoch, cursor
         self.shard = epoch.order[cursor.place]
-        self._samples = iter(source.open(epoch.names[self.shard], cursor.position))
+        seed_all(key_of(OPEN, epoch.seed, epoch.epoch, self.shard))
+        opening = getattr(source, "open_seeded", source.open)
+        # A source may change what it gets, and the cursor of a block still has it.
+        position = copy.deepcopy(cursor.position)
+        self._samples = iter(opening(epoch.names[self.shard], position))
         self._block: list[Any] | None = None
         self._order: list[int] = []
         # The position after the sample that was read last, or a function that returns it.

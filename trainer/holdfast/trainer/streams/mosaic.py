@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.trainer.streams.lanes import COLLATE, READ, kept_generators, key_of, seed_all
+from holdfast.trainer.streams.lanes import kept_generators
 from holdfast.trainer.streams.loader import (
     Ranks,
     SkippedBatches,
@@ -26,6 +26,7 @@ from holdfast.trainer.streams.loader import (
     new_generator,
     without_workers,
 )
+from holdfast.trainer.streams.seeds import COLLATE, READ, key_of, seed_all
 
 # Attributes of a dataset that decide its order. A resume must find them unchanged.
 _FIXED: Final = (

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from holdfast.contracts.errors import SpecError
-
-# Files of shards, local or at a URL that fsspec can read in part.
-
+from holdfast.trainer.streams.seeds import SeededRead
 
 # Shards are checked for this long before the first step. One that was not checked then is checked
 # when it is read.
@@ -101,7 +99,8 @@ class Source(ABC):
         `position` is None at the shard's start, or a position that an earlier iterator returned. It
         is plain data, such as a number of bytes or of samples, or a dict of such. If it is costly
         to compute, return a function that returns it. It is called before the next sample is read,
-        or not at all.
+        or not at all. The order must be the same at each call, so draw it from
+        `random.Random(shard)` and not from the global generators.
         """
 
 
@@ -145,10 +144,16 @@ class Counted(Source):
 
     def open(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
         """Iterate over the samples after the first `position`."""
-        first = int(position or 0)
-        for number, sample in enumerate(self._read(self._names[shard])):
-            if number >= first:
-                yield sample, number + 1
+        return _after(position, self._read(self._names[shard]))
+
+    def open_seeded(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
+        """Do the same with random numbers in `read` that are the same at each position."""
+        return _after(position, SeededRead(self._read)(self._names[shard]))
+
+
+def _after(position: Any, samples: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    first = int(position or 0)
+    return ((sample, number) for number, sample in enumerate(samples, 1) if number > first)
 
 
 def sized(names: Sequence[str]) -> dict[str, str]:

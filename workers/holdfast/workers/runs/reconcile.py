@@ -14,6 +14,7 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import reading_run
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.history_cache import load_tallied
+from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.spec.secrets import forget_record
 
 
@@ -39,5 +40,12 @@ def reconcile(
     history = load() if changed else history
     if not history.state.is_live:
         # The supervisor may be dead, and secrets must not stay on disk after the run.
-        forget_record(paths, lambda: not load().state.is_live)
+        forget_record(paths, lambda: not needs_secrets(paths, load()))
     return history
+
+
+def needs_secrets(paths: RunPaths, history: RunHistory) -> bool:
+    """Return True if the run is live, or if its supervisor may still start a consumer."""
+    if history.state.is_live:
+        return True
+    return bool(history.spec.on) and is_supervised(paths.flow_lock) is True

@@ -53,6 +53,7 @@ from holdfast.trainer.frameworks.lightning.global_batch import (
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.streamed import WAY_OUT, has_shards, is_stream, stream_arguments
 from holdfast.trainer.state import rng
+from holdfast.trainer.state.objects import check_kept_workers
 from holdfast.trainer.streams.loader import StreamLoader
 from holdfast.trainer.streams.source import names_of
 
@@ -358,6 +359,8 @@ class TrainingData:
         if self._is_loading:
             self._use_stream(combined)
         self._loaders = list(combined.flattened)
+        for loader in filter(_has_state, self._loaders):
+            check_kept_workers(loader)
         self._prepare_to_read_again(combined)
         if self._resumes_inside:
             self._log.begin(self._loaders, list(self._saved_rank.get("draws", ())))

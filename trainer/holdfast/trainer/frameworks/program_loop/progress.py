@@ -92,7 +92,7 @@ class LoopProgress:
             if resumed is not None and resumed.passes:
                 return loader.pass_length
             if resumed is not None and resumed.done:
-                return resumed.done // self._unit
+                return resumed.done // loader.unit
         return 0
 
     def add(self, loader: WrappedLoader) -> None:
@@ -149,7 +149,7 @@ class LoopProgress:
         if not self._active:
             raise SpecError(
                 "an optimizer step outside of a loop over a prepared loader; expected a loop over "
-                f"a DataLoader that {self._prepare} returned"
+                f"a DataLoader that {self._prepare} returned, and not over a loader made of it"
             )
         problem = self._active[-1].loader.problem
         if problem is not None:
@@ -248,7 +248,10 @@ class LoopProgress:
 
     @property
     def _unit(self) -> int:
-        return self.loaders[0].unit if self.loaders else 1
+        # A loader of an evaluation may have another unit than that of the training.
+        trained = (one for one in self.loaders if one.has_trained or one.resumed is not None)
+        found = next(trained, self.loaders[0] if self.loaders else None)
+        return 1 if found is None else found.unit
 
     def _finish(self, one: Pass) -> None:
         if not one.is_over:
