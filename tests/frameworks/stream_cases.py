@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from tests.frameworks import stream_program
+from tests.process.stream_program import import_streaming
 from tests.support.forked_child import start_child
 
 LAUNCH_S: Final = 240.0
@@ -51,6 +52,8 @@ def main() -> None:
         import_module(f"holdfast.trainer.frameworks.{MODULES[framework]}")
         for name in LATER.get(framework, ("datasets",)):
             import_module(name)
+        if settings["source"] == "streaming":
+            import_streaming()
     with tempfile.TemporaryDirectory() as folder:
         for number, (ranks, settings, environment) in enumerate(launches):
             store = Path(folder) / f"store-{number}"

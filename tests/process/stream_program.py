@@ -123,11 +123,10 @@ def import_streaming() -> Any:
     return importlib.import_module("streaming")
 
 
-def streaming_dataset(folder: Path) -> Any:
+def streaming_dataset(folder: Path, kind: Any = None, **more: Any) -> Any:
     """Return a shuffled `StreamingDataset` over shards that its writer wrote."""
-    return import_streaming().StreamingDataset(
-        local=str(folder),
-        batch_size=GLOBAL_BATCH // dist.get_world_size(),
+    return (kind or import_streaming().StreamingDataset)(
+        **{"local": str(folder), "batch_size": GLOBAL_BATCH // dist.get_world_size()} | more,
         shuffle=True,
         shuffle_block_size=16,
         num_canonical_nodes=2,

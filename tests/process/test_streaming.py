@@ -15,11 +15,10 @@ from typing import Any, Final
 import pytest
 from tests.process.stream_program import EPOCHS, GLOBAL_BATCH
 from tests.process.test_streams import STOPS, Launch, StreamRun
+from tests.support.streaming_package import ROOT, environment, write_shards
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROOT: Final = Path(__file__).resolve().parents[2]
-SETUP_S: Final = 550
 WAIT_S: Final = 240
 # A multiple of the global batch. Otherwise Streaming repeats samples at the end of an epoch.
 SAMPLES: Final = 11 * GLOBAL_BATCH
@@ -29,26 +28,14 @@ LEFT: Final = "0000*_*"
 @pytest.fixture(scope="module")
 def python() -> str:
     """The Python of the environment with the package."""
-    setup = [str(ROOT / "infra" / "setup" / "layered.sh"), "streaming"]
-    subprocess.run(setup, check=True, timeout=SETUP_S)
-    return str(ROOT / ".setup" / "streaming" / "bin" / "python")
+    return environment()
 
 
 @pytest.fixture(scope="module")
 def written(python: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder that Streaming's writer has filled, and what `mds_program` printed."""
     folder = tmp_path_factory.mktemp("written")
-    program = Path(__file__).with_name("mds_program.py")
-    done = subprocess.run(
-        [python, program, folder, str(SAMPLES)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout.splitlines()[-1])
+    return folder, write_shards(python, folder, SAMPLES)
 
 
 class StreamingRun(StreamRun):
@@ -228,7 +215,7 @@ def test_a_resized_run_gets_the_samples_of_each_step_of_streaming_s_order(
     assert shared_memory() == before
 
 
-def by_step(run: StreamRun) -> dict[int, list[tuple[int, float]]]:
+def by_step(run: Any) -> dict[int, list[tuple[int, float]]]:
     """The samples of each step on all ranks, with the noise of their transforms."""
     found: dict[int, list[tuple[int, float]]] = {}
     for line in run.lines():

@@ -35,7 +35,9 @@ from holdfast.trainer.frameworks.program_loop.training import (
     one_model,
 )
 from holdfast.trainer.frameworks.session import FrameworkSession
+from holdfast.trainer.frameworks.streamed import undivided
 from holdfast.trainer.loading.checkpoint import find_directory, load_checkpoint
+from holdfast.trainer.streams.convert import is_streaming_dataset
 
 # The training of one `Accelerator`: its objects, and its `save_state` and `load_state`.
 
@@ -228,7 +230,11 @@ class Accelerator(LoopMethods[Training], accelerate.Accelerator):
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepares a loader as Accelerate does, so that its place can be restored."""
-        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if is_loader(data_loader) or not is_streaming_dataset(getattr(data_loader, "dataset", None)):
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        else:
+            prepared = undivided(self, data_loader)
+            self._dataloaders.append(prepared)
         if is_loader(prepared):
             return prepared
         training = self._training

@@ -53,8 +53,7 @@ from holdfast.trainer.frameworks.lightning.global_batch import (
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.streamed import WAY_OUT, has_shards, is_stream, stream_arguments
 from holdfast.trainer.state import rng
-from holdfast.trainer.streams.loader import StreamLoader
-from holdfast.trainer.streams.source import names_of
+from holdfast.trainer.streams.loader import EpochStream
 
 # The states of generators by their place. `DATA` has those of datasets and collators.
 Draws = dict[str, Any]
@@ -78,7 +77,7 @@ class FitEpochs:
     ahead, and its state is that of the batches that were trained on.
     """
 
-    def __init__(self, stream: StreamLoader) -> None:
+    def __init__(self, stream: EpochStream) -> None:
         self.stream = stream
         # The next iteration continues the restored epoch, even if nothing is left of it.
         self.continues = False
@@ -94,7 +93,7 @@ class FitEpochs:
 class StreamFetcher(_PrefetchDataFetcher):
     """Fetches no batch ahead, and knows which one is the last of the epoch."""
 
-    def __init__(self, stream: StreamLoader) -> None:
+    def __init__(self, stream: EpochStream) -> None:
         super().__init__(prefetch_batches=0)
         self._stream = stream
 
@@ -144,7 +143,7 @@ class TrainingStream:
         source, options = stream_arguments(loaders[0])
         if self.epochs is None:
             self.epochs = FitEpochs(self._make(session, source, options))
-        elif list(self.epochs.stream.shards) != names_of(source):
+        elif not self.epochs.stream.reads(source):
             raise SpecError(
                 "reload_dataloaders_every_n_epochs gives the trainer a stream with other shards; "
                 "expected the same ones, whose position each checkpoint has"
@@ -157,7 +156,7 @@ class TrainingStream:
         # A program that gives the loader another size than before has the last word.
         if self._saved.get("batch") == self._batch:
             self._global_batch = int(self._saved["global_batch"])
-        return session.stream_of_shards(source, global_batch=self._global_batch, **options)
+        return session.stream_of_loader(source, global_batch=self._global_batch, **options)
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
