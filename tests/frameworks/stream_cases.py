@@ -48,12 +48,13 @@ def main() -> None:
     torch.set_num_threads(1)
     launches = json.loads(sys.argv[1])
     for _, settings, _ in launches:
+        if settings["source"] == "streaming":
+            # It declares operators of torchvision, which frameworks import where it is installed.
+            import_streaming()
         framework = settings["framework"]
         import_module(f"holdfast.trainer.frameworks.{MODULES[framework]}")
         for name in LATER.get(framework, ("datasets",)):
             import_module(name)
-        if settings["source"] == "streaming":
-            import_streaming()
     with tempfile.TemporaryDirectory() as folder:
         for number, (ranks, settings, environment) in enumerate(launches):
             store = Path(folder) / f"store-{number}"

@@ -19,6 +19,7 @@ import random
 import signal
 import sys
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,11 @@ def source_of(kind: str, folder: Path, limit: int | None) -> tuple[Any, dict[str
         return MdsShards(folder), {"transform": noisy, "shuffle": True, "buffer": BUFFER}
     if kind == "streaming":
         return streaming_dataset(folder), {"transform": noisy}
+    if kind == "remote":
+        cache = str(Path(tempfile.gettempdir()) / "cache")
+        return streaming_dataset(folder, local=cache, remote=f"file://{folder}"), {
+            "transform": noisy
+        }
     if kind == "nodes":
         return NodeShards(paths, pipeline_of), {"transform": noisy, "open_shards": 2}
     tars = sorted(map(str, folder.glob("*.tar")))

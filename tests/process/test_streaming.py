@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Final
 import pytest
 from tests.process.stream_program import EPOCHS, GLOBAL_BATCH
 from tests.process.test_streams import STOPS, Launch, StreamRun
+from tests.support.object_store import free_ports
 from tests.support.streaming_package import ROOT, environment, write_shards
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -41,10 +43,12 @@ def written(python: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 class StreamingRun(StreamRun):
     """A run over a `StreamingDataset`, in the environment with the package."""
 
-    def __init__(self, python: str, data: Path, folder: Path, workers: int, **more: Any) -> None:
+    def __init__(
+        self, python: str, data: Path, folder: Path, workers: int, source: str = "streaming"
+    ) -> None:
         self.python, self.folder = python, folder
         folder.mkdir(exist_ok=True)
-        super().__init__(folder, "streaming", workers, **more)
+        super().__init__(folder, source, workers)
         self.settings["data"] = str(data)
 
     def write_data(self) -> None:
@@ -79,13 +83,16 @@ def whole(
     return run
 
 
-@pytest.mark.parametrize(("workers", "stops"), [(0, STOPS[:1]), (2, STOPS)])
+@pytest.mark.parametrize(
+    ("source", "workers", "stops"),
+    [("streaming", 0, STOPS[:1]), ("streaming", 2, STOPS), ("remote", 2, STOPS[2:4])],
+)
 def test_a_killed_or_preempted_run_continues_in_streaming_s_order_to_the_bit(
-    python: str, whole: StreamingRun, tmp_path: Path, workers: int, stops: list[Launch]
+    python: str, whole: StreamingRun, tmp_path: Path, source: str, workers: int, stops: list[Launch]
 ) -> None:
     before = shared_memory()
     data = Path(whole.settings["data"])
-    run = StreamingRun(python, data, tmp_path / "run", workers)
+    run = StreamingRun(python, data, tmp_path / "run", workers, source)
     for stop in stops:
         run.launch(*stop)
     assert "continues after step" in run.launch(2)
@@ -221,3 +228,43 @@ def by_step(run: Any) -> dict[int, list[tuple[int, float]]]:
     for line in run.lines():
         found.setdefault(line["step"], []).extend(zip(line["ids"], line["noise"], strict=True))
     return {step: sorted(samples) for step, samples in found.items()}
+
+
+class NodesRun(StreamingRun):
+    """A run whose two-rank launches are two nodes: each has shared memory of its own."""
+
+    nodes = 2
+
+    def run(self, command: list[Any], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        """Run a command, on two nodes if there are two ranks."""
+        if self.nodes == 1:
+            return super().run(command, env)
+        text = shlex.join(map(str, command)).replace("localhost:0", f"localhost:{free_ports(1)[0]}")
+        text = text.replace("--nproc-per-node 2", "--nnodes 2 --nproc-per-node 1")
+        others = "mount -t tmpfs tmpfs /dev/shm && export TMPDIR=$(mktemp -d)"
+        node = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
+        with subprocess.Popen(
+            [*node, f"{others} && exec timeout {WAIT_S} {text}"],
+            env={**env, "TMPDIR": str(self.folder)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as other:
+            done = super().run([*node, f"{others} && exec {text}"], env)
+            other.wait(WAIT_S)
+        return done
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="nodes on one machine need mounts of their own")
+def test_two_nodes_continue_to_the_bit_and_one_node_gets_the_samples_of_each_step(
+    python: str, whole: StreamingRun, tmp_path: Path
+) -> None:
+    data = Path(whole.settings["data"])
+    runs = [NodesRun(python, data, tmp_path / name, 2) for name in ("whole", "cut", "moved")]
+    runs[0].launch(2)
+    for run in runs[1:]:
+        run.launch(2, "STOP", 5)
+    runs[2].nodes = 1
+    for run in runs[1:]:
+        assert "continues after step" in run.launch(2)
+    assert runs[1].samples() == runs[0].samples()
+    assert by_step(runs[0]) == by_step(runs[2]) == by_step(whole)

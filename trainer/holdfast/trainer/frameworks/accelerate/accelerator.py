@@ -230,11 +230,12 @@ class Accelerator(LoopMethods[Training], accelerate.Accelerator):
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepares a loader as Accelerate does, so that its place can be restored."""
-        if is_loader(data_loader) or not is_streaming_dataset(getattr(data_loader, "dataset", None)):
-            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        else:
+        dataset = getattr(data_loader, "dataset", None)
+        if is_streaming_dataset(dataset) and not is_loader(data_loader):
             prepared = undivided(self, data_loader)
             self._dataloaders.append(prepared)
+        else:
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if is_loader(prepared):
             return prepared
         training = self._training

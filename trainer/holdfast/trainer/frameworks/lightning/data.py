@@ -148,6 +148,9 @@ class TrainingStream:
                 "reload_dataloaders_every_n_epochs gives the trainer a stream with other shards; "
                 "expected the same ones, whose position each checkpoint has"
             )
+        # The loader's length is that of another batch size, if the number of ranks has changed.
+        if combined.limits == [sized_len(loaders[0])]:
+            combined.limits = [float("inf")]
         combined.flattened = [self.epochs]
 
     def _make(self, session: FrameworkSession, source: Any, options: dict[str, Any]) -> Any:
