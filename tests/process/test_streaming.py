@@ -230,6 +230,49 @@ def by_step(run: Any) -> dict[int, list[tuple[int, float]]]:
     return {step: sorted(samples) for step, samples in found.items()}
 
 
+REPLICATED = """
+import json, sys, torch
+from pathlib import Path
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from holdfast.trainer import Session
+from tests.process.stream_program import streaming_dataset
+
+def read(mesh, few):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = Session(model, optimizer, directory="replicated", interval=1, mesh=mesh)
+    data = streaming_dataset(Path(sys.argv[1]), replication=2, batch_size=3)
+    loader, given = session.stream(data), []
+    for number, batch in enumerate(loader, 1):
+        given.append(batch["id"].tolist())
+        session.boundary()
+        if number == few:
+            break
+    session.close()
+    return given
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = [None] * 4
+    dist.all_gather_object(found, read(mesh, 4) + read(mesh, 99))
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+"""
+
+
+def test_replication_gives_the_ranks_of_a_model_the_same_samples_and_continues(
+    python: str, whole: StreamingRun
+) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
+    found = run_text(python, REPLICATED, Path(whole.settings["data"]), *torchrun)
+    lines = [line for line in whole.lines() if line["epoch"] == 0]
+    expected = [[line["ids"] for line in lines if line["rank"] == rank] for rank in range(2)]
+    assert found == [expected[0], expected[0], expected[1], expected[1]]
+
+
 class NodesRun(StreamingRun):
     """A run whose two-rank launches are two nodes: each has shared memory of its own."""
 
