@@ -146,9 +146,7 @@ def source_of(kind: str, folder: Path, limit: int | None) -> tuple[Any, dict[str
         return streaming_dataset(folder), {"transform": noisy}
     if kind == "remote":
         cache = str(Path(tempfile.gettempdir()) / "cache")
-        return streaming_dataset(folder, local=cache, remote=f"file://{folder}"), {
-            "transform": noisy
-        }
+        return streaming_dataset(folder, local=cache, remote=str(folder)), {"transform": noisy}
     if kind == "nodes":
         return NodeShards(paths, pipeline_of), {"transform": noisy, "open_shards": 2}
     tars = sorted(map(str, folder.glob("*.tar")))
