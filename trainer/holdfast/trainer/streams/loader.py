@@ -145,6 +145,11 @@ class StreamLoader:
         """The epoch, from 0, of the next batch."""
         return self._epoch.epoch
 
+    @property
+    def shards(self) -> Sequence[str]:
+        """The names of the source's shards."""
+        return self._names
+
     def __iter__(self) -> Iterator[Any]:
         return StreamBatches(self)
 
