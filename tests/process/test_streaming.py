@@ -297,7 +297,6 @@ class NodesRun(StreamingRun):
         return done
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="nodes on one machine need mounts of their own")
 def test_two_nodes_continue_to_the_bit_and_one_node_gets_the_samples_of_each_step(
     python: str, whole: StreamingRun, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -85,16 +86,14 @@ def stream_arguments(loader: Any, *, batch: str = "batch_size") -> tuple[Any, di
     }
 
 
-def undivided(accelerator: Any, loader: Any) -> Any:
+def undivided(prepare: Callable[..., Any], accelerator: Any, loader: Any) -> Any:
     """Return a loader over a `StreamingDataset` as Accelerate prepares it for one process.
 
     The dataset divides its samples itself. Accelerate would divide each rank's share again, or let
-    rank 0 alone iterate, which waits for the others.
+    rank 0 alone iterate, which waits for the others. `prepare` is Accelerate's
+    `prepare_data_loader`.
     """
-    # Not every framework needs this package.
-    from accelerate.data_loader import prepare_data_loader
-
-    prepared = prepare_data_loader(
+    prepared = prepare(
         loader,
         accelerator.device,
         num_processes=1,

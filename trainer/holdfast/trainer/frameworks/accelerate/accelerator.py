@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import accelerate
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
@@ -232,7 +233,7 @@ class Accelerator(LoopMethods[Training], accelerate.Accelerator):
         """Prepares a loader as Accelerate does, so that its place can be restored."""
         dataset = getattr(data_loader, "dataset", None)
         if is_streaming_dataset(dataset) and not is_loader(data_loader):
-            prepared = undivided(self, data_loader)
+            prepared = undivided(prepare_data_loader, self, data_loader)
             self._dataloaders.append(prepared)
         else:
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Final
 
-from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+from accelerate.data_loader import (
+    DataLoaderDispatcher,
+    IterableDatasetShard,
+    prepare_data_loader,
+)
 from transformers import trainer as trainer_module
 
 from holdfast.contracts.errors import SpecError
@@ -105,11 +110,15 @@ def loader_batch(loader: Any, args: Any) -> int:
 @contextlib.contextmanager
 def undivided_by(accelerator: Any) -> Iterator[None]:
     """Let an accelerator prepare loaders over a `StreamingDataset`, which divides itself."""
-    accelerator.prepare_data_loader = lambda loader, **_: undivided(accelerator, loader)
+    accelerator.prepare_data_loader = functools.partial(_prepared, accelerator)
     try:
         yield
     finally:
         del accelerator.prepare_data_loader
+
+
+def _prepared(accelerator: Any, loader: Any, **_: Any) -> Any:
+    return undivided(prepare_data_loader, accelerator, loader)
 
 
 @contextlib.contextmanager
