@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any, Final
 import pytest
 from tests.process.stream_program import EPOCHS, GLOBAL_BATCH
 from tests.process.test_streams import STOPS, Launch, StreamRun
-from tests.support.object_store import free_ports
 from tests.support.streaming_package import ROOT, environment, write_shards
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -271,42 +269,3 @@ def test_replication_gives_the_ranks_of_a_model_the_same_samples_and_continues(
     lines = [line for line in whole.lines() if line["epoch"] == 0]
     expected = [[line["ids"] for line in lines if line["rank"] == rank] for rank in range(2)]
     assert found == [expected[0], expected[0], expected[1], expected[1]]
-
-
-class NodesRun(StreamingRun):
-    """A run whose two-rank launches are two nodes: each has shared memory of its own."""
-
-    nodes = 2
-
-    def run(self, command: list[Any], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        """Run a command, on two nodes if there are two ranks."""
-        if self.nodes == 1:
-            return super().run(command, env)
-        text = shlex.join(map(str, command)).replace("localhost:0", f"localhost:{free_ports(1)[0]}")
-        text = text.replace("--nproc-per-node 2", "--nnodes 2 --nproc-per-node 1")
-        others = "mount -t tmpfs tmpfs /dev/shm && export TMPDIR=$(mktemp -d)"
-        node = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
-        with subprocess.Popen(
-            [*node, f"{others} && exec timeout {WAIT_S} {text}"],
-            env={**env, "TMPDIR": str(self.folder)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        ) as other:
-            done = super().run([*node, f"{others} && exec {text}"], env)
-            other.wait(WAIT_S)
-        return done
-
-
-def test_two_nodes_continue_to_the_bit_and_one_node_gets_the_samples_of_each_step(
-    python: str, whole: StreamingRun, tmp_path: Path
-) -> None:
-    data = Path(whole.settings["data"])
-    runs = [NodesRun(python, data, tmp_path / name, 2) for name in ("whole", "cut", "moved")]
-    runs[0].launch(2)
-    for run in runs[1:]:
-        run.launch(2, "STOP", 5)
-    runs[2].nodes = 1
-    for run in runs[1:]:
-        assert "continues after step" in run.launch(2)
-    assert runs[1].samples() == runs[0].samples()
-    assert by_step(runs[0]) == by_step(runs[2]) == by_step(whole)
