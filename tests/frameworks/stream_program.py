@@ -59,7 +59,8 @@ def stream_of(kind: str, folder: Path) -> IterableDataset[Any]:
     if kind == "named":
         return Named(folder)
     if kind == "streaming":
-        return noisy_streaming(folder)
+        found: IterableDataset[Any] = noisy_streaming(folder)
+        return found
     source, options = source_of(kind, folder, None)
     return StreamDataset(source, **options) if kind == "lines" else source
 

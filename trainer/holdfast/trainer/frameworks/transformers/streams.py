@@ -90,7 +90,7 @@ def counted(args: Any, loader: Any) -> tuple[Any, Any]:
     The epochs of a `StreamingDataset` end when the stream's do, as those of streams without a
     length. So the trainer gets the number of all steps in place of the length.
     """
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     if not is_streaming_dataset(dataset):
         return args, loader
     if args.max_steps <= 0:
