@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from tests.frameworks import stream_program
+from tests.process.stream_program import import_streaming
 from tests.support.forked_child import start_child
 
 LAUNCH_S: Final = 240.0
@@ -47,6 +48,9 @@ def main() -> None:
     torch.set_num_threads(1)
     launches = json.loads(sys.argv[1])
     for _, settings, _ in launches:
+        if settings["source"] == "streaming":
+            # It declares operators of torchvision, which frameworks import where it is installed.
+            import_streaming()
         framework = settings["framework"]
         import_module(f"holdfast.trainer.frameworks.{MODULES[framework]}")
         for name in LATER.get(framework, ("datasets",)):

@@ -17,7 +17,16 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
-from tests.process.stream_program import EPOCHS, SIZES, disturb, noisy, note, source_of
+from tests.process.stream_program import (
+    EPOCHS,
+    SIZES,
+    disturb,
+    import_streaming,
+    noisy,
+    note,
+    source_of,
+    streaming_dataset,
+)
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from holdfast.trainer.streams import StreamDataset, TextLines
@@ -49,8 +58,22 @@ def stream_of(kind: str, folder: Path) -> IterableDataset[Any]:
     """Return the dataset that the program gives to its framework."""
     if kind == "named":
         return Named(folder)
+    if kind == "streaming":
+        found: IterableDataset[Any] = noisy_streaming(folder)
+        return found
     source, options = source_of(kind, folder, None)
     return StreamDataset(source, **options) if kind == "lines" else source
+
+
+def noisy_streaming(folder: Path) -> Any:
+    """Return a `StreamingDataset` that adds random numbers. Its loader has the batch size."""
+    base: Any = import_streaming().StreamingDataset
+
+    class Noisy(base):
+        def __getitem__(self, at: int) -> Any:
+            return noisy(super().__getitem__(at))
+
+    return streaming_dataset(folder, Noisy, batch_size=None)
 
 
 def collate(samples: list[Any]) -> Any:
@@ -107,6 +130,7 @@ def with_transformers(settings: dict[str, Any]) -> None:
         output_dir=str(Path(settings["directory"]).with_name("out")),
         use_cpu=True,
         max_steps=settings.get("max_steps", MAX_STEPS),
+        num_train_epochs=EPOCHS,
         per_device_train_batch_size=BATCH // accumulation,
         gradient_accumulation_steps=accumulation,
         learning_rate=0.1,

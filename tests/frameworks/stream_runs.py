@@ -54,7 +54,7 @@ class StreamRuns:
     ) -> None:
         settings = {"framework": framework, "source": source, "workers": workers, **more}
         data = folder / "data"
-        write_data(data)
+        self.write_data(data)
 
         def made(name: str) -> StreamRun:
             own = folder / name
@@ -79,8 +79,14 @@ class StreamRuns:
             for run in (self.whole, self.cut, self.resized)
             for ranks, environment in run.launches
         ]
-        self.said = run_program(
-            "frameworks.stream_cases", json.dumps(launches), timeout_s=LAUNCHES_S
-        )
+        self.said = self.run("frameworks.stream_cases", json.dumps(launches))
         lines = [line for line in self.said.splitlines() if line.startswith("STATUSES ")]
         self.statuses = [json.loads(line.partition(" ")[2]) for line in lines]
+
+    def write_data(self, data: Path) -> None:
+        """Write the shards."""
+        write_data(data)
+
+    def run(self, name: str, launches: str) -> str:
+        """Run a program of `tests`. Return its output."""
+        return run_program(name, launches, timeout_s=LAUNCHES_S)

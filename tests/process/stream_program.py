@@ -19,6 +19,7 @@ import random
 import signal
 import sys
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -123,11 +124,10 @@ def import_streaming() -> Any:
     return importlib.import_module("streaming")
 
 
-def streaming_dataset(folder: Path) -> Any:
+def streaming_dataset(folder: Path, kind: Any = None, **more: Any) -> Any:
     """Return a shuffled `StreamingDataset` over shards that its writer wrote."""
-    return import_streaming().StreamingDataset(
-        local=str(folder),
-        batch_size=GLOBAL_BATCH // dist.get_world_size(),
+    return (kind or import_streaming().StreamingDataset)(
+        **{"local": str(folder), "batch_size": GLOBAL_BATCH // dist.get_world_size()} | more,
         shuffle=True,
         shuffle_block_size=16,
         num_canonical_nodes=2,
@@ -144,6 +144,9 @@ def source_of(kind: str, folder: Path, limit: int | None) -> tuple[Any, dict[str
         return MdsShards(folder), {"transform": noisy, "shuffle": True, "buffer": BUFFER}
     if kind == "streaming":
         return streaming_dataset(folder), {"transform": noisy}
+    if kind == "remote":
+        cache = str(Path(tempfile.gettempdir()) / "cache")
+        return streaming_dataset(folder, local=cache, remote=str(folder)), {"transform": noisy}
     if kind == "nodes":
         return NodeShards(paths, pipeline_of), {"transform": noisy, "open_shards": 2}
     tars = sorted(map(str, folder.glob("*.tar")))

@@ -15,11 +15,10 @@ from typing import Any, Final
 import pytest
 from tests.process.stream_program import EPOCHS, GLOBAL_BATCH
 from tests.process.test_streams import STOPS, Launch, StreamRun
+from tests.support.streaming_package import ROOT, environment, write_shards
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROOT: Final = Path(__file__).resolve().parents[2]
-SETUP_S: Final = 550
 WAIT_S: Final = 240
 # A multiple of the global batch. Otherwise Streaming repeats samples at the end of an epoch.
 SAMPLES: Final = 11 * GLOBAL_BATCH
@@ -29,35 +28,25 @@ LEFT: Final = "0000*_*"
 @pytest.fixture(scope="module")
 def python() -> str:
     """The Python of the environment with the package."""
-    setup = [str(ROOT / "infra" / "setup" / "layered.sh"), "streaming"]
-    subprocess.run(setup, check=True, timeout=SETUP_S)
-    return str(ROOT / ".setup" / "streaming" / "bin" / "python")
+    return environment()
 
 
 @pytest.fixture(scope="module")
 def written(python: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder that Streaming's writer has filled, and what `mds_program` printed."""
     folder = tmp_path_factory.mktemp("written")
-    program = Path(__file__).with_name("mds_program.py")
-    done = subprocess.run(
-        [python, program, folder, str(SAMPLES)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout.splitlines()[-1])
+    return folder, write_shards(python, folder, SAMPLES)
 
 
 class StreamingRun(StreamRun):
     """A run over a `StreamingDataset`, in the environment with the package."""
 
-    def __init__(self, python: str, data: Path, folder: Path, workers: int, **more: Any) -> None:
+    def __init__(
+        self, python: str, data: Path, folder: Path, workers: int, source: str = "streaming"
+    ) -> None:
         self.python, self.folder = python, folder
         folder.mkdir(exist_ok=True)
-        super().__init__(folder, "streaming", workers, **more)
+        super().__init__(folder, source, workers)
         self.settings["data"] = str(data)
 
     def write_data(self) -> None:
@@ -92,13 +81,16 @@ def whole(
     return run
 
 
-@pytest.mark.parametrize(("workers", "stops"), [(0, STOPS[:1]), (2, STOPS)])
+@pytest.mark.parametrize(
+    ("source", "workers", "stops"),
+    [("streaming", 0, STOPS[:1]), ("streaming", 2, STOPS), ("remote", 2, STOPS[2:4])],
+)
 def test_a_killed_or_preempted_run_continues_in_streaming_s_order_to_the_bit(
-    python: str, whole: StreamingRun, tmp_path: Path, workers: int, stops: list[Launch]
+    python: str, whole: StreamingRun, tmp_path: Path, source: str, workers: int, stops: list[Launch]
 ) -> None:
     before = shared_memory()
     data = Path(whole.settings["data"])
-    run = StreamingRun(python, data, tmp_path / "run", workers)
+    run = StreamingRun(python, data, tmp_path / "run", workers, source)
     for stop in stops:
         run.launch(*stop)
     assert "continues after step" in run.launch(2)
@@ -228,9 +220,52 @@ def test_a_resized_run_gets_the_samples_of_each_step_of_streaming_s_order(
     assert shared_memory() == before
 
 
-def by_step(run: StreamRun) -> dict[int, list[tuple[int, float]]]:
+def by_step(run: Any) -> dict[int, list[tuple[int, float]]]:
     """The samples of each step on all ranks, with the noise of their transforms."""
     found: dict[int, list[tuple[int, float]]] = {}
     for line in run.lines():
         found.setdefault(line["step"], []).extend(zip(line["ids"], line["noise"], strict=True))
     return {step: sorted(samples) for step, samples in found.items()}
+
+
+REPLICATED = """
+import json, sys, torch
+from pathlib import Path
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from holdfast.trainer import Session
+from tests.process.stream_program import streaming_dataset
+
+def read(mesh, few):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    session = Session(model, optimizer, directory="replicated", interval=1, mesh=mesh)
+    data = streaming_dataset(Path(sys.argv[1]), replication=2, batch_size=3)
+    loader, given = session.stream(data), []
+    for number, batch in enumerate(loader, 1):
+        given.append(batch["id"].tolist())
+        session.boundary()
+        if number == few:
+            break
+    session.close()
+    return given
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = [None] * 4
+    dist.all_gather_object(found, read(mesh, 4) + read(mesh, 99))
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+"""
+
+
+def test_replication_gives_the_ranks_of_a_model_the_same_samples_and_continues(
+    python: str, whole: StreamingRun
+) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
+    found = run_text(python, REPLICATED, Path(whole.settings["data"]), *torchrun)
+    lines = [line for line in whole.lines() if line["epoch"] == 0]
+    expected = [[line["ids"] for line in lines if line["rank"] == rank] for rank in range(2)]
+    assert found == [expected[0], expected[0], expected[1], expected[1]]

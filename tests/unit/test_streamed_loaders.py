@@ -25,6 +25,15 @@ class Bare(IterableDataset[int]):
         return iter(range(10))
 
 
+class StreamingDataset(IterableDataset[int]):
+    """A dataset with the name of the one of MosaicML Streaming."""
+
+    __module__ = "streaming.base.dataset"
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
 class Drawing(IterableDataset[Any]):
     """A stream with a generator of its own."""
 
@@ -81,6 +90,14 @@ def test_only_streams_with_shards_are_taken() -> None:
     assert has_shards(Drawing())
     with pytest.raises(SpecError, match=r"the stream Bare names no shards.*StreamDataset"):
         stream_arguments(DataLoader(Bare()))
+
+
+def test_a_streaming_dataset_is_taken_itself_and_not_as_a_source() -> None:
+    data = StreamingDataset()
+    assert has_shards(data)
+    assert stream_arguments(DataLoader(data, batch_size=3))[0] is data
+    with pytest.raises(SpecError, match=r"as the dataset of a framework's loader, without Stream"):
+        stream_arguments(DataLoader(StreamDataset(data)))
 
 
 @pytest.mark.parametrize(

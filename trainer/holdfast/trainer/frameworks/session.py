@@ -10,14 +10,15 @@ from typing import Any
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import checkpoint_id
+from holdfast.trainer.data.order import local_batch
 from holdfast.trainer.data.sampler import ElasticSampler
 from holdfast.trainer.metrics import RESERVED
 from holdfast.trainer.ranks import forks
 from holdfast.trainer.session.lifetime import while_open
 from holdfast.trainer.session.session import Session
 from holdfast.trainer.staging.file_writers import Writer
-from holdfast.trainer.streams.loader import StreamLoader, StreamOptions
-from holdfast.trainer.streams.mosaic import StreamingLoader
+from holdfast.trainer.streams.convert import is_streaming_dataset
+from holdfast.trainer.streams.loader import EpochStream, StreamLoader, StreamOptions
 
 
 class FrameworkSession(Session):
@@ -122,11 +123,19 @@ class FrameworkSession(Session):
         This rank gets part `part`, from 0, of `parts` parts. Several ranks may get the same part.
         """
         self._require_before_steps()
-        return _of_shards(self._open_stream(source, options, name, part, parts))
+        made = self._open_stream(source, options, name, part, parts)
+        assert isinstance(made, StreamLoader)
+        return made
 
-    def stream_of_shards(self, source: Any, **options: Any) -> StreamLoader:
-        """Returns a loader as `stream` does, over shards that the adapter has accepted."""
-        return _of_shards(self.stream(source, **options))
+    def stream_of_loader(self, source: Any, **options: Any) -> EpochStream:
+        """Returns a loader as `stream` does, with the options of a framework's loader.
+
+        The batch size of that loader counts, so a `StreamingDataset` gets it.
+        """
+        if is_streaming_dataset(source):
+            size, ranks = options.get("batch_size"), self._position.world_size
+            source.batch_size = size or local_batch(options["global_batch"], ranks)
+        return self.stream(source, **options)
 
     # --- metrics --------------------------------------------------------------------------
 
@@ -202,9 +211,3 @@ class FrameworkSession(Session):
     def abandon(self) -> None:
         """Releases all resources without a save, so that another session can be made."""
         self._release(wait=True)
-
-
-def _of_shards(made: StreamLoader | StreamingLoader) -> StreamLoader:
-    # `as_source` of the adapters refuses a `StreamingDataset`.
-    assert isinstance(made, StreamLoader)
-    return made

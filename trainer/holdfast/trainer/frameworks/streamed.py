@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -10,13 +11,17 @@ from torch.utils.data import IterableDataset
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.data_generators import DataGenerators, owners_of
 from holdfast.trainer.session.streaming import PASSED_ON
-from holdfast.trainer.streams.convert import StreamDataset, as_source
+from holdfast.trainer.streams.convert import StreamDataset, as_source, is_streaming_dataset
 
 WAY_OUT: Final = (
     "give the dataset the methods shards() and open(shard, position), wrap a source of "
     "holdfast.trainer.streams as StreamDataset(source), or use a datasets.IterableDataset"
 )
 
+EVALUATED: Final = (
+    "evaluation over the StreamingDataset that is trained on, whose place it would move; make "
+    "another StreamingDataset for it"
+)
 _ADAPTED: Final = ("datasets", "webdataset")
 
 
@@ -27,6 +32,8 @@ def is_stream(loader: Any) -> bool:
 
 def has_shards(dataset: Any) -> bool:
     """Return True for a dataset without an index that can be a session's stream."""
+    if is_streaming_dataset(dataset):
+        return True
     data = dataset.source if isinstance(dataset, StreamDataset) else dataset
     try:
         as_source(data)
@@ -48,7 +55,7 @@ def stream_arguments(loader: Any, *, batch: str = "batch_size") -> tuple[Any, di
     is_ours = isinstance(dataset, StreamDataset)
     data = dataset.source if is_ours else dataset
     try:
-        source = as_source(data)
+        source = dataset if is_streaming_dataset(dataset) else as_source(data)
     except TypeError as error:
         raise SpecError(
             f"the stream {type(data).__name__} names no shards, so no resume could find its "
@@ -76,6 +83,28 @@ def stream_arguments(loader: Any, *, batch: str = "batch_size") -> tuple[Any, di
         **({**dataset.options, "transform": transform} if is_ours else {}),
         **{name: value for name, value in passed.items() if value is not None},
     }
+
+
+def undivided(prepare: Callable[..., Any], accelerator: Any, loader: Any) -> Any:
+    """Return a loader over a `StreamingDataset` as Accelerate prepares it for one process.
+
+    The dataset divides its samples itself. Accelerate would divide each rank's share again, or let
+    rank 0 alone iterate, which waits for the others. `prepare` is Accelerate's
+    `prepare_data_loader`.
+    """
+    prepared = prepare(
+        loader,
+        accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=accelerator.device_placement,
+        rng_types=list(accelerator.rng_types),
+        dispatch_batches=False,
+        non_blocking=accelerator.non_blocking,
+    )
+    # `gather_for_metrics` cuts off nothing, because the ranks have the same number of samples.
+    prepared._drop_last = True
+    return prepared
 
 
 def _generator_below(data: Any, transform: Any, collate: Any) -> str:

@@ -482,8 +482,9 @@ def as_source(given: Any) -> Source:
         return from_web_dataset(given)
     if is_streaming_dataset(given):
         raise TypeError(
-            f"source={type(given).__name__}: it divides its samples itself, so only session.stream "
-            "takes it; here, use MdsShards(folder), which reads the same shards in another order"
+            f"source={type(given).__name__}: it divides its samples itself, so it is no source of "
+            "shards; pass it to session.stream, or as the dataset of a framework's loader, without "
+            "StreamDataset"
         )
     if "torchdata" in packages:
         raise TypeError(

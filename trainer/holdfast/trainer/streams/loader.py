@@ -183,6 +183,10 @@ class StreamLoader:
         """
         return self._await_next() is not None
 
+    def reads(self, source: Source) -> bool:
+        """Return whether a source has the shards of this one."""
+        return tuple(names_of(source)) == self._names
+
     def _deliver(self) -> Delivery | None:
         """Return the next batch, or None at the end of the epoch. All ranks call this together."""
         found = self._await_next()
@@ -401,8 +405,8 @@ class StreamLoader:
         ]
 
 
-class CountsBatches(Protocol):
-    """A loader that knows its epoch, and how many batches of it were given."""
+class EpochStream(Protocol):
+    """A loader of `Session.stream`. Each iteration gives the rest of the current epoch."""
 
     @property
     def epoch(self) -> int: ...
@@ -412,11 +416,17 @@ class CountsBatches(Protocol):
 
     def next_of(self, epoch: int) -> Any: ...
 
+    def has_next(self) -> bool: ...
+
+    def reads(self, source: Any) -> bool: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
 
 class StreamBatches:
     """One iteration: the rest of an epoch, or without an end if the stream repeats."""
 
-    def __init__(self, loader: CountsBatches) -> None:
+    def __init__(self, loader: EpochStream) -> None:
         self._loader, self._epoch = loader, loader.epoch
 
     def __iter__(self) -> Iterator[Any]:

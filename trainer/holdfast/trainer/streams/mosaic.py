@@ -67,9 +67,11 @@ class StreamingLoader:
         _check(dataset, options, parts)
         self._global_batch = options.batch * parts
         # Streaming fills in what was not given, so ask before it does.
-        self._facts = {name: _plain(getattr(dataset, name)) for name in _FIXED}
+        self._facts = _facts_of(dataset)
         self._kept: dict[str, Any] = {}
         self._reader: Iterator[Any] | None = None
+        # The next batch, as a tuple, if it has been read already.
+        self._ahead: Any = None
         # The position: the epoch, its samples on all ranks together, and its batches.
         self.epoch, self._samples, self.given = 0, 0, 0
 
@@ -78,22 +80,39 @@ class StreamingLoader:
 
     def close(self) -> None:
         """Stop the workers. An iteration continues with new ones."""
-        self._reader = None
+        self._reader = self._ahead = None
 
     def next_of(self, epoch: int) -> Any:
         """Return the next batch of an epoch. Raises `StopIteration` if the epoch is over."""
         skipping = self._skipped.before_step(self.batches_per_step)
         while self._options.repeat or self.epoch == epoch:
-            found = next(self._open(), None)
+            found = self._await_next()
             if found is None:
                 self._end_epoch()
                 continue
+            self._ahead = None
             self._samples += self._global_batch
             self.given += 1
             if not skipping:
                 return found[0]
             skipping -= 1
         raise StopIteration
+
+    def has_next(self) -> bool:
+        """Return whether the epoch has another batch, which is read now and given later.
+
+        All ranks call this together. The state is still that of the batches that were given.
+        """
+        return self._await_next() is not None
+
+    def reads(self, source: Any) -> bool:
+        """Return whether a dataset has the order of this one."""
+        return source is self._dataset or _facts_of(source) == self._facts
+
+    def _await_next(self) -> Any:
+        if self._ahead is None:
+            self._ahead = next(self._open(), None)
+        return self._ahead
 
     def _end_epoch(self) -> None:
         self.close()
@@ -268,6 +287,10 @@ def _check(dataset: Any, options: StreamOptions, parts: int) -> None:
             "known to continue exactly; use batching_method='random', or give session.stream "
             "MdsShards(folder)"
         )
+
+
+def _facts_of(dataset: Any) -> dict[str, Any]:
+    return {name: _plain(getattr(dataset, name)) for name in _FIXED}
 
 
 def _plain(value: Any) -> Any:

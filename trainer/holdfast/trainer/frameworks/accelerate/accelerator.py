@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import accelerate
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
@@ -31,7 +32,9 @@ from holdfast.trainer.frameworks.program_loop.training import (
     one_model,
 )
 from holdfast.trainer.frameworks.session import FrameworkSession
+from holdfast.trainer.frameworks.streamed import undivided
 from holdfast.trainer.loading.checkpoint import find_directory, load_checkpoint
+from holdfast.trainer.streams.convert import is_streaming_dataset
 
 # The training of one `Accelerator`: its objects, and its `save_state` and `load_state`.
 
@@ -224,7 +227,12 @@ class Accelerator(LoopMethods[Training], accelerate.Accelerator):
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepares a loader as Accelerate does, so that its place can be restored."""
-        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        dataset = getattr(data_loader, "dataset", None)
+        if is_streaming_dataset(dataset) and not is_loader(data_loader):
+            prepared = undivided(prepare_data_loader, self, data_loader)
+            self._dataloaders.append(prepared)
+        else:
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if is_loader(prepared):
             return prepared
         training = self._training

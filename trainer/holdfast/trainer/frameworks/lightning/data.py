@@ -54,8 +54,7 @@ from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.streamed import WAY_OUT, has_shards, is_stream, stream_arguments
 from holdfast.trainer.state import rng
 from holdfast.trainer.state.objects import check_kept_workers
-from holdfast.trainer.streams.loader import StreamLoader
-from holdfast.trainer.streams.source import names_of
+from holdfast.trainer.streams.loader import EpochStream
 
 # The states of generators by their place. `DATA` has those of datasets and collators.
 Draws = dict[str, Any]
@@ -79,7 +78,7 @@ class FitEpochs:
     ahead, and its state is that of the batches that were trained on.
     """
 
-    def __init__(self, stream: StreamLoader) -> None:
+    def __init__(self, stream: EpochStream) -> None:
         self.stream = stream
         # The next iteration continues the restored epoch, even if nothing is left of it.
         self.continues = False
@@ -95,7 +94,7 @@ class FitEpochs:
 class StreamFetcher(_PrefetchDataFetcher):
     """Fetches no batch ahead, and knows which one is the last of the epoch."""
 
-    def __init__(self, stream: StreamLoader) -> None:
+    def __init__(self, stream: EpochStream) -> None:
         super().__init__(prefetch_batches=0)
         self._stream = stream
 
@@ -145,11 +144,14 @@ class TrainingStream:
         source, options = stream_arguments(loaders[0])
         if self.epochs is None:
             self.epochs = FitEpochs(self._make(session, source, options))
-        elif list(self.epochs.stream.shards) != names_of(source):
+        elif not self.epochs.stream.reads(source):
             raise SpecError(
                 "reload_dataloaders_every_n_epochs gives the trainer a stream with other shards; "
                 "expected the same ones, whose position each checkpoint has"
             )
+        # The loader's length is that of another batch size, if the number of ranks has changed.
+        if combined.limits == [sized_len(loaders[0])]:
+            combined.limits = [float("inf")]
         combined.flattened = [self.epochs]
 
     def _make(self, session: FrameworkSession, source: Any, options: dict[str, Any]) -> Any:
@@ -158,7 +160,7 @@ class TrainingStream:
         # A program that gives the loader another size than before has the last word.
         if self._saved.get("batch") == self._batch:
             self._global_batch = int(self._saved["global_batch"])
-        return session.stream_of_shards(source, global_batch=self._global_batch, **options)
+        return session.stream_of_loader(source, global_batch=self._global_batch, **options)
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:

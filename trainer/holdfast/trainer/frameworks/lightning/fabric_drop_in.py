@@ -255,7 +255,7 @@ class FabricStream(StreamedLoader):
     def open(self, session: FrameworkSession) -> None:
         source, options = self.given
         options = {key: value for key, value in options.items() if key != "batch_size"}
-        self.stream = session.stream_of_shards(
+        self.stream = session.stream_of_loader(
             source, name=self.name, global_batch=self.global_batch, **options
         )
 

@@ -11,10 +11,13 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.program_loop.loader import Iterate, ResumedEpoch, WrappedLoader
 from holdfast.trainer.frameworks.program_loop.order import Batches, Generators, Start
 from holdfast.trainer.frameworks.session import FrameworkSession
-from holdfast.trainer.streams.loader import StreamLoader
+from holdfast.trainer.frameworks.streamed import EVALUATED
+from holdfast.trainer.streams.convert import is_streaming_dataset
+from holdfast.trainer.streams.loader import EpochStream
 
 EVALUATION: Final = (
     "a stream while the model is in evaluation mode, whose samples no resume could find again; "
@@ -36,7 +39,7 @@ class StreamedLoader(WrappedLoader):
     """
 
     given: Given
-    stream: StreamLoader | None
+    stream: EpochStream | None
     dealt: int
     skips: int
     given_in_pass: int
@@ -83,7 +86,7 @@ class StreamedLoader(WrappedLoader):
     def open(self, session: FrameworkSession) -> None:
         """Make the session's loader, which continues where the checkpoint says."""
         source, options = self.given
-        self.stream = session.stream_of_shards(source, name=self.name, **options)
+        self.stream = session.stream_of_loader(source, name=self.name, **options)
 
     def enter(self, *, is_training: bool, is_new: bool) -> None:
         self.is_last = False
@@ -95,10 +98,13 @@ class StreamedLoader(WrappedLoader):
             self.given_in_pass = 0
 
     def read(self) -> Iterator[Any]:
-        is_training = self.stream is not None and self.problem is None
-        return self._read(self.stream) if is_training and self.stream else iter(self.inner)
+        if self.stream is not None and self.problem is None:
+            return self._read(self.stream)
+        if self.has_trained and is_streaming_dataset(self.given[0]):
+            raise SpecError(EVALUATED)
+        return iter(self.inner)
 
-    def _read(self, stream: StreamLoader) -> Iterator[Any]:
+    def _read(self, stream: EpochStream) -> Iterator[Any]:
         is_new = self.given_in_pass == 0
         if is_new and stream.given and not stream.has_next():
             # The pass before was complete, and the program did not ask for one more batch.

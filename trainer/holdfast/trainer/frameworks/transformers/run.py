@@ -44,7 +44,7 @@ from holdfast.trainer.ranks.rank_context import choose_directory
 from holdfast.trainer.sources.safetensors_file import LENGTH_BYTES, METADATA, TYPES
 from holdfast.trainer.staging.file_writers import SlotFile, Writer
 from holdfast.trainer.state import rng
-from holdfast.trainer.streams.loader import StreamLoader
+from holdfast.trainer.streams.loader import EpochStream
 
 # The model's files in `checkpoint-N`, written in the background.
 #
@@ -314,7 +314,7 @@ class TrainerRun:
         self.prepared: Any = None
         # The source and the arguments of a stream, and the stream that the session made of them.
         self._given: tuple[Any, dict[str, Any]] | None = None
-        self._stream: StreamLoader | None = None
+        self._stream: EpochStream | None = None
         self.fetches = FetchStates()
         self.progress = TrainerProgress(trainer)
         self._share = RankShare(self.progress, self.fetches)
@@ -406,7 +406,7 @@ class TrainerRun:
         if self._given is None:
             return
         source, options = self._given
-        self._stream = session.stream_of_shards(source, **options)
+        self._stream = session.stream_of_loader(source, **options)
         accumulation = self._trainer.args.gradient_accumulation_steps
         self.prepared = self.prepared[0], StreamEpochs(self._stream, accumulation)
 
