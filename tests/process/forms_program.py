@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.trainer.format.metadata import open_checkpoint
 from holdfast.trainer.loading.reader import load_state
-from holdfast.trainer.ranks.topology import Identity
+from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.state.fsdp1 import OPTIONS
 from holdfast.trainer.state.run_state import TrainingProgress

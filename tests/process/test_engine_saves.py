@@ -30,7 +30,7 @@ from holdfast.trainer.planning.global_plan import ALIGNMENT, GlobalPlan
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX, read_train_state
 from holdfast.trainer.planning.metadata_pickle import RowPlaces, find_places
 from holdfast.trainer.planning.ranks import find_shortage
-from holdfast.trainer.ranks.topology import Identity
+from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.slots.slots import FREE_STATES, Slot, SlotState
 from holdfast.trainer.staging.stage import StagedSlot

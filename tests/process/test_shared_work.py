@@ -30,8 +30,8 @@ from holdfast.trainer.mirror.transfer import (
     send_files,
 )
 from holdfast.trainer.ranks.collective import ControlGroup
+from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.ranks.rank_tree import RankTree
-from holdfast.trainer.ranks.topology import Identity
 
 RANKS = 3
 SIZES = {"a": 3 << 20, "pp0/b": 9 << 20, "empty": 0, "c": 5 << 20}

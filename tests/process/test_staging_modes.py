@@ -28,7 +28,7 @@ from holdfast.contracts.disk.manifest import Manifest, read_manifest
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer import load_checkpoint
-from holdfast.trainer.ranks.topology import Identity
+from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.saving.late import Overlap
 from holdfast.trainer.slots.modes import Staging

@@ -33,7 +33,7 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import KeyMismatchError, SaveError
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.planning.layout import read_train_state
-from holdfast.trainer.ranks.topology import Identity
+from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.saving.engine import CheckpointEngine
 
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)

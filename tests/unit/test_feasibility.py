@@ -17,7 +17,7 @@ from holdfast.contracts.records.checkpoint_choice import newest_of_branch
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.records.topology import degrees_of, fitting_counts, problem_with_mesh
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.trainer.ranks.topology import Identity
+from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.staging.step_facts import StepFacts
 from holdfast.workers.decisions.policy import decide
 from holdfast.workers.runs import operator

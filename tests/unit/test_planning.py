@@ -52,7 +52,7 @@ from holdfast.trainer.planning.metadata_pickle import MetadataPickle
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.ranks import Contents, NodeIndex, choose_sources, decide
 from holdfast.trainer.planning.signature import Signature, flatten
-from holdfast.trainer.ranks.topology import distcp_name
+from holdfast.trainer.ranks.identity import distcp_name
 
 HEADER_BYTES = 700
 

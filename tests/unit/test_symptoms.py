@@ -13,8 +13,8 @@ from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.records.attempt import write_document
 from holdfast.contracts.records.history import load_events
-from holdfast.workers.agent import runtime as agent_runtime
 from holdfast.workers.agent.context import load_context
+from holdfast.workers.agent.launch import warm_standby
 from holdfast.workers.agent.launch.warm_standby import StandbyPlan
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.runs import attempts, run_folders
@@ -41,7 +41,7 @@ def notes_of(paths: RunPaths) -> list[str]:
 def test_a_note_says_that_memory_is_too_little_for_a_standby(
     attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_runtime, "has_memory_for", lambda _: False)
+    monkeypatch.setattr(warm_standby, "has_memory_for", lambda _: False)
     runtime = NodeRuntime(load_context(attempt.request))
     try:
         runtime.prepare(2, "127.0.0.1", 1)

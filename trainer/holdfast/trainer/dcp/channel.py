@@ -35,8 +35,8 @@ from holdfast.trainer.loading.node import find_home
 from holdfast.trainer.process.flusher_supervisor import FlusherSupervisor
 from holdfast.trainer.process.program import program_digest
 from holdfast.trainer.ranks.collective import agree, attempt, tree_over
+from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.ranks.rank_tree import RankTree
-from holdfast.trainer.ranks.topology import Identity
 from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.slots.modes import Staging
 from holdfast.trainer.staging.in_flight import SaveResult

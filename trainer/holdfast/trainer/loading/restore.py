@@ -53,8 +53,8 @@ from holdfast.trainer.ranks.collective import (
     portable,
     raise_first,
 )
+from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.ranks.rank_context import RankContext
-from holdfast.trainer.ranks.topology import Identity
 from holdfast.trainer.state.run_state import FRAMEWORK, PROGRAM, Restored
 from holdfast.trainer.state.train_state import TrainState
 

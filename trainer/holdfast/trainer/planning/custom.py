@@ -38,7 +38,7 @@ from holdfast.trainer.planning.rank_rows import NUMBER_ROOM_BYTES
 from holdfast.trainer.planning.ranks import all_or_none, raise_problems
 from holdfast.trainer.planning.signature import Encoded, Signature, is_plain, room_of
 from holdfast.trainer.ranks.collective import HierarchicalGroup, attempt, problem_of
-from holdfast.trainer.ranks.topology import Identity
+from holdfast.trainer.ranks.identity import Identity
 
 
 @dataclass(frozen=True)

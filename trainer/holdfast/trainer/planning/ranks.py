@@ -23,7 +23,7 @@ from holdfast.trainer.planning.layout import Layout, add_metadata, add_train_sta
 from holdfast.trainer.planning.metadata_pickle import MetadataPickle
 from holdfast.trainer.planning.rank_rows import RankRows, describe_rank
 from holdfast.trainer.ranks.collective import HierarchicalGroup, attempt, problem_of
-from holdfast.trainer.ranks.topology import Identity, distcp_name
+from holdfast.trainer.ranks.identity import Identity, distcp_name
 from holdfast.trainer.slots.modes import KEY, MEMORY, ON_DISK, SINGLE, Staging, default_directory
 from holdfast.trainer.slots.slots import SLOTS_PER_RANK
 

@@ -33,7 +33,7 @@ from holdfast.trainer.planning.layout import (
     local_parts,
 )
 from holdfast.trainer.process import devices
-from holdfast.trainer.ranks.topology import Identity
+from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.slots.modes import DIRECTORY_KEY, MEMORY, Staging
 from holdfast.trainer.slots.slots import DATA_OFFSET, NO_MORE, Slot, choose_slot
 from holdfast.trainer.staging.copying import Copier, LateCopy, Trial

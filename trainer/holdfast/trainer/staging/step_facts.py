@@ -17,7 +17,7 @@ from holdfast.contracts.version import holdfast_version
 from holdfast.trainer.format.opcodes import encode_storage_meta
 from holdfast.trainer.placed import PlacedName, SavePlace
 from holdfast.trainer.planning.layout import Layout, encode_train_state, files_of
-from holdfast.trainer.ranks.topology import Identity
+from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.slots.slot_table import SlotTable
 
 
