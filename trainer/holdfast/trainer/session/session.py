@@ -448,8 +448,12 @@ class Session(StreamMethods):
 
         Returns True when this rank must leave now. By then the last checkpoint is committed.
         """
-        self._note_unknown_data(in_step=True)
-        return self._loop.boundary()
+        leaves = self._loop.boundary()
+        # A look at all objects of the program does not prolong its first save.
+        if self._has_passed_boundary or not self._saver.is_flushing:
+            self._note_unknown_data(in_step=True)
+        self._has_passed_boundary = True
+        return leaves
 
     @while_open
     def checkpoint(self) -> None:

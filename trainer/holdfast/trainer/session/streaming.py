@@ -45,6 +45,7 @@ class StreamMethods:
     _state: ProgramState
     _has_stream = False
     _looked_in_step: frozenset[bool] = frozenset()
+    _has_passed_boundary = False
 
     @property
     def step(self) -> int:
