@@ -193,3 +193,14 @@ def test_a_port_that_is_taken_is_named_and_another_one_works(call: Call, root: P
         assert taken.status == 2
         assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in taken.err
         serve._listen("127.0.0.1", 0).close()
+
+
+def test_a_response_is_sent_at_once() -> None:
+    """With the kernel's default, its body waits for the client's delayed acknowledgement."""
+    with (
+        serve._listen("127.0.0.1", 0) as listening,
+        socket.create_connection(listening.getsockname()),
+    ):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

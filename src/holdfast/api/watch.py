@@ -23,6 +23,7 @@ from holdfast.api.signs import LifeSigns
 from holdfast.api.store import IndexStore
 from holdfast.contracts.disk.bounds import STEP_MAX
 from holdfast.contracts.disk.journal import Event, read_journal
+from holdfast.contracts.disk.journal_follow import KEPT
 from holdfast.contracts.disk.paths import RunPaths, has_spec, real_folder
 from holdfast.contracts.disk.visits import Visit, visit
 from holdfast.contracts.errors import HoldfastError, LineageError
@@ -389,7 +390,7 @@ def declared_steps(paths: RunPaths) -> int | None:
     if newest is None:
         return None
     try:
-        events = read_journal(paths.attempt(newest).rank_journal)[0]
+        events = KEPT.read(paths.attempt(newest).rank_journal)
     except (OSError, HoldfastError):
         return None
     texts = [str(e.data.get("text")) for e in events if e.data.get("promised")]
