@@ -27,5 +27,16 @@ export const GROUPS = ["partition", "account", "tag"] as const;
 
 export type GroupBy = (typeof GROUPS)[number];
 
+/** What the address of the page of goodput holds. */
+export interface GoodputSearch {
+  user?: string;
+  partition?: string;
+  account?: string;
+  tag?: string;
+  since?: string;
+  /** What the totals are grouped by, unless it is the user. */
+  by?: GroupBy;
+}
+
 export const groupOf = (given: unknown): GroupBy | undefined =>
   GROUPS.find((one) => one === given);

@@ -11,7 +11,7 @@ import {
   graphOptions, newestCheckpointsOptions, runOptions, timelineOptions,
 } from "./api/queries";
 import { curveSearch, runsOf, type CurveSearch } from "./curveView";
-import { groupOf, type GroupBy } from "./goodput";
+import { groupOf, type GoodputSearch } from "./goodput";
 import { lazyView } from "./lazy";
 import { Problem } from "./parts/basics";
 import { NotFound } from "./pages/NotFound";
@@ -163,16 +163,6 @@ const compare = createRoute({
     all: given.all === true ? true : undefined,
   }),
 });
-
-export interface GoodputSearch {
-  user?: string;
-  partition?: string;
-  account?: string;
-  tag?: string;
-  since?: string;
-  /** What the totals are grouped by, unless it is the user. */
-  by?: GroupBy;
-}
 
 const goodput = createRoute({
   getParentRoute: () => root,

@@ -6,11 +6,10 @@ import {
 } from "../api/queries";
 import type { Goodput, Money, RunRow } from "../api/types";
 import { count, decimal, money as priceOf, percent, span } from "../format";
-import { groupOf, GROUPS } from "../goodput";
+import { groupOf, GROUPS, type GoodputSearch } from "../goodput";
 import { GoodputBar, PartLegend } from "../parts/bars";
 import { Empty, Facts, Loaded, State, useTitle } from "../parts/basics";
 import { filterOf, isFiltered, pairs, Pick, SINCE } from "../parts/RunFilters";
-import type { GoodputSearch } from "../router";
 
 type Counted = RunRow & { goodput: Goodput };
 
