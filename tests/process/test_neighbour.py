@@ -102,7 +102,8 @@ def test_newest_snapshot_is_committed_from_the_copy_of_a_lost_node(nodes: Nodes,
     nodes.wait_for_copies(8)
     nodes.lose(lost)
     left = nodes.await_drained(lost)
-    assert committed(nodes.run) == [8], [each.heard for each in left]
+    lists = {path.name: path.read_text() for path in nodes.folder.glob("*.json")}
+    assert committed(nodes.run) == [8], (lists, [each.heard for each in left])
     directory = RunPaths(nodes.run).checkpoint(str(CheckpointName(8, 1, 1)))
     for rank in range(NODES):
         assert (directory / f"__{rank}_0.distcp").read_bytes() == content_of(rank, 8)
