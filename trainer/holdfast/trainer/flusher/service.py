@@ -21,14 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.contracts.node import wire
+from holdfast.trainer.flusher import program_files
 from holdfast.trainer.flusher.files import Committed, WriteLimit
-from holdfast.trainer.flusher.held_slot import (
-    HeldSlot,
-    are_pending,
-    is_of_program,
-    new_keys,
-    take_sealed,
-)
+from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import Hints, log
 from holdfast.trainer.flusher.plan import Departures, FlushPlan, SlotKey, StepGroup, plan
 from holdfast.trainer.flusher.salvage import find_salvage
@@ -216,11 +211,13 @@ class Flusher:
     def _give_slots(self, peer: RankConnection, message: dict[str, Any]) -> None:
         """Give a rank new slots. Its earlier ones of this kind are released once written."""
         of_program = bool(message.get("of_program"))
-        former = [key for key in peer.slots if is_of_program(key) == of_program]
+        former = [key for key in peer.slots if program_files.is_of_program(key) == of_program]
         for key in former:
             self._held[key].is_orphan = True
         count, directory = int(message.get("count", SLOTS_PER_RANK)), message.get("directory", "")
-        keys = new_keys(self._held, peer.launch, peer.rank, of_program=of_program, count=count)
+        keys = program_files.new_keys(
+            self._held, peer.launch, peer.rank, of_program=of_program, count=count
+        )
         try:
             made = self._create_slots(count, int(message["bytes"]), directory)
         except OSError as error:
@@ -253,7 +250,7 @@ class Flusher:
     def _release(self, peer: RankConnection, *, of_program: bool) -> None:
         """Free a rank's slots, and report how many are still in use for a moment."""
         self._report_finished()
-        kind = {key for key in peer.slots if is_of_program(key) == of_program}
+        kind = {key for key in peer.slots if program_files.is_of_program(key) == of_program}
         for key in kind:
             self._held[key].is_orphan = True
         self._release_orphans()
@@ -348,7 +345,7 @@ class Flusher:
         return [
             held.slot
             for key, held in list(self._held.items())
-            if key[0] == launch and not is_of_program(key)
+            if key[0] == launch and not program_files.is_of_program(key)
         ]
 
     def _report_protection(self, found: Protection) -> None:
@@ -379,7 +376,7 @@ class Flusher:
         found = self._plan()
         # After the steps were read, and queued before them. So a file that was sealed before a
         # step is written before it, see decision 80.
-        for file in take_sealed(self._held):
+        for file in program_files.take_sealed(self._held):
             self._writer.put(file)
         for group in found.ready:
             self._hand_over(group, None)
@@ -406,7 +403,7 @@ class Flusher:
 
     @property
     def _step_keys(self) -> list[SlotKey]:
-        return [key for key in self._held if not is_of_program(key)]
+        return [key for key in self._held if not program_files.is_of_program(key)]
 
     def _salvage(self) -> None:
         """Queue the salvage of dead ranks' snapshots once all sealed steps are written."""
@@ -517,7 +514,7 @@ class Flusher:
 
     def _has_work(self) -> bool:
         """Return True while something is sealed or being written."""
-        return bool(self._busy or self._plan().ready or are_pending(self._held))
+        return bool(self._busy or self._plan().ready or program_files.are_pending(self._held))
 
     def _is_over(self) -> bool:
         now = time.monotonic()

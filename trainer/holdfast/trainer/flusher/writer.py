@@ -21,9 +21,10 @@ from holdfast.trainer.flusher.files import (
     commit_step,
     write_for_lost,
 )
-from holdfast.trainer.flusher.held_slot import HeldSlot, ProgramFile
+from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import Hints, log
 from holdfast.trainer.flusher.plan import SlotKey, StepGroup
+from holdfast.trainer.flusher.program_files import ProgramFile
 from holdfast.trainer.flusher.salvage import Salvage, agree
 from holdfast.trainer.flusher.shards import ShardList
 from holdfast.trainer.flusher.space_guard import SpaceGuard

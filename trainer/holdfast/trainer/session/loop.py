@@ -16,19 +16,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, GeneratorType
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import SaveError, SessionError, SpecError
 from holdfast.contracts.node.agreement import consider
 from holdfast.contracts.node.rank_status import Phase, Proposal, RankRecord
+from holdfast.trainer.data.numbering import RESTARTED, has_restarted
 from holdfast.trainer.data.position import Position
-from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.numerics.guard import LossGuard
 from holdfast.trainer.pacing.cadence import MUST_SAVE
@@ -41,55 +38,6 @@ from holdfast.trainer.ranks.paired_test import measure
 from holdfast.trainer.ranks.rank_context import RankContext
 from holdfast.trainer.saving.saver import Saver
 from holdfast.trainer.state.optimizer_steps import OptimizerSteps
-
-# Finds Python's `enumerate` over batches that begins at 0 in the middle of an epoch.
-#
-# `for i, batch in enumerate(loader)` is how most programs number their batches. After a resume
-# inside an epoch, the loader gives the rest of the epoch, and `i` begins at 0. Then
-# `if i % accumulation` is true for other batches than in an uninterrupted run.
-
-RESTARTED: Final = (
-    "enumerate() numbers the batches from 0, although this resume is inside an epoch, after batch "
-    "{before}. What the program does by that number differs from an uninterrupted run. Use `for i, "
-    "batch in session.enumerate(loader)`, or pass session.first_batch to enumerate() as the start"
-)
-
-
-def has_restarted(before: int, per_step: int) -> bool:
-    """Return True if an `enumerate` of the program began at 0 after `before` batches of an epoch.
-
-    Call it at the end of the first step, of `per_step` batches, from where the program asks for its
-    next batch.
-    """
-    running = list(_frames())
-    for one in gc.get_objects():
-        if type(one) is not enumerate:
-            continue
-        arguments: Any = one.__reduce__()[1]
-        iterator, count = arguments
-        if isinstance(iterator, GeneratorType):
-            # The generator that gives the batches, or one around it such as tqdm's.
-            is_ours = any(frame is iterator.gi_frame for frame in running)
-        else:
-            is_ours = _gives_ours(iterator)
-        if is_ours and count < before + per_step:
-            return True
-    return False
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _gives_ours(iterator: Any) -> bool:
-    """Return True for the iterator of a loader that has a sampler of a session."""
-    loader = getattr(iterator, "_index_sampler", None)
-    samplers = (loader, getattr(loader, "sampler", None))
-    return any(isinstance(each, ElasticSampler | ElasticDistributedSampler) for each in samplers)
-
 
 P = ParamSpec("P")
 R = TypeVar("R")
