@@ -235,6 +235,40 @@ def test_newest_snapshot_is_held_with_all_its_bytes(two: Two) -> None:
     assert not [report for report in two.reports if report.problem]
 
 
+def test_all_rounds_use_one_connection(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    answer = lines.answer
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        return answer(*arguments)
+
+    monkeypatch.setattr(receiving, "answer", counted)
+    fill(two.slots[0], 5)
+    two.wait_for(5)
+    for step in (6, 7):
+        two.round(step, keep=step - 1)
+        fill(two.slots[(step - 5) % 2], step)
+        two.wait_for(step)
+    assert len(calls) == 1
+
+
+def test_an_earlier_connection_of_a_node_frees_none_of_its_copies(two: Two) -> None:
+    """A node that calls again may have left a message in its earlier connection."""
+    place = two.folder / "neighbour-0001.json"
+    earlier = lines.call(place, {"node": 0, "launch": 1}, lambda: False)
+    fill(two.slots[0], 5)
+    two.wait_for(5)
+    held = two.holder.copy_of(0, 5)
+    assert held is not None
+    earlier.send("begin", record=held.record(), keep=4)
+    with pytest.raises(OSError, match=r"closed|reset"):
+        earlier.expect("ready")
+    earlier.close()
+    two.holder.hold(1)
+    assert two.holder.held_for(0, 1) == [5]
+
+
 def test_only_blocks_that_changed_are_sent_again(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(two.slots[0], 5, value=1)
     two.wait_for(5)
@@ -328,7 +362,7 @@ def test_slow_network_drops_snapshots_and_keeps_what_has_arrived(
     fill(two.slots[1], 2)
     wait_until(lambda: two.owner._sender.copy_of(2), "the node's own copy")
     for step in range(3, 30):
-        fill(two.slots[step % 2], step)
+        fill(two.slots[(step - 5) % 2], step)
     # The ranks overwrote step 2 long ago. Until it has arrived, step 1 stays at both nodes.
     assert two.owner._sender.copy_of(1) is not None
     assert two.holder.copy_of(0, 1) is not None

@@ -228,6 +228,8 @@ class Sender:
     def _send(self, aim: Aim, copied: NodeCopy, keep: int, is_over: Callable[[], bool]) -> str:
         """Send a step; return why the neighbour does not hold it, or ''."""
         line = self._line = self._line or dial(aim, is_over)
+        # The connection may be from an earlier round, which is over.
+        line.continue_until(is_over)
         line.send("begin", record=copied.record(), keep=keep)
         answer = line.expect("ready", "refused")
         if answer["kind"] == "refused":

@@ -40,6 +40,8 @@ class CopyReceiver:
         self._is_frozen = False
         self._listener: socket.socket | None = None
         self._callers = 0
+        # The newest connection of each owner. What an earlier one has still to say is out of date.
+        self._newest: dict[int, Line] = {}
 
     def listen(
         self, place: Path, launch: int, *, ports: range | None, addresses: Sequence[str]
@@ -134,11 +136,14 @@ class CopyReceiver:
         """Receive the copies of one owner until it hangs up."""
         try:
             line, hello = answer(connected, token, lambda: self._launch != launch)
+            owner = int(hello["node"])
+            with self._lock:
+                self._newest[owner] = line
             try:
                 while True:
                     message = line.receive(LOOK_S)
                     if message is not None:
-                        self._take(line, int(hello["node"]), launch, message)
+                        self._take(line, owner, launch, message)
             finally:
                 line.close()
         except STRANGE as error:
@@ -155,17 +160,18 @@ class CopyReceiver:
         if int(record["launch"]) != launch:
             raise ValueError(f"a copy of launch {record['launch']}, expected {launch}")
         try:
-            former = self._keep_only(owner, keep)
+            former = self._keep_only(owner, keep, line)
             copied = self._make_room(owner, record)
         except (MemoryError, BlockingIOError) as error:
             line.send("refused", reason=str(error))
             return
         try:
             damaged = self._receive(line, copied, former)
+            is_held = not damaged and self._add(owner, copied, line)
         except BaseException:
             copied.close()
             raise
-        if damaged or not self._add(owner, copied):
+        if not is_held:
             copied.close()
             line.send("damaged", files=damaged)
             return
@@ -186,9 +192,10 @@ class CopyReceiver:
             )
         return copied
 
-    def _keep_only(self, owner: int, keep: int) -> NodeCopy | None:
+    def _keep_only(self, owner: int, keep: int, line: Line) -> NodeCopy | None:
         """Free the owner's other steps; return the one that is kept, if it is there."""
         with self._lock:
+            self._require_newest(owner, line)
             if self._is_frozen:
                 raise BlockingIOError("its node reads the copies after a crash")
             copies = self._copies.get(owner, [])
@@ -199,8 +206,13 @@ class CopyReceiver:
             self._copies[owner] = kept
             return kept[0] if kept else None
 
-    def _add(self, owner: int, copied: NodeCopy) -> bool:
+    def _require_newest(self, owner: int, line: Line) -> None:
+        if self._newest.get(owner) is not line:
+            raise ConnectionAbortedError(f"node {owner} has called again since")
+
+    def _add(self, owner: int, copied: NodeCopy, line: Line) -> bool:
         with self._lock:
+            self._require_newest(owner, line)
             if self._is_frozen:
                 return False
             self._copies.setdefault(owner, []).append(copied)
