@@ -259,7 +259,9 @@ def test_the_dumps_of_all_nodes_are_one_and_say_what_the_journal_found(
 
 
 def flight(rank: int, sequence: int, *, is_open: bool = True, members: str = "0-3") -> RankFlight:
-    call = CollectiveCall(sequence=sequence, name="all_reduce", state="started", place="train.py:4")
+    call = CollectiveCall(
+        sequence=sequence, order=sequence, name="all_reduce", state="started", place="train.py:4"
+    )
     group = GroupFlight(
         name="0", about="default_pg", members=members, newest=call, first=call if is_open else None
     )

@@ -75,8 +75,16 @@ class Record:
             self.call(group, sequence, state="completed")
         return self
 
-    def transfer(self, group: str, name: str) -> Record:
-        return self.call(group, 0, name, is_p2p=True, p2p_seq_id=len(self.entries) + 1)
+    def transfer(self, group: str, name: str, state: str = "scheduled") -> Record:
+        number = len(self.entries) + 1
+        return self.call(group, 0, name, state, is_p2p=True, p2p_seq_id=number)
+
+    def batch(self, group: str, state: str, *names: str) -> Record:
+        """Transfers in one batch, whose parts are recorded without a state."""
+        number = len(self.entries) + 1
+        for name in names:
+            self.call(group, 0, name, is_p2p=True, p2p_seq_id=number)
+        return self.call(group, 0, "coalesced", state, is_p2p=True, p2p_seq_id=number)
 
     @property
     def value(self) -> dict[str, Any]:
@@ -152,7 +160,92 @@ def test_a_transfer_whose_peer_has_not_called_it_names_the_peer() -> None:
     assert found.ranks == (5,)
     assert "no send for rank 4 is open" in found.finding
     peer = summarise(5, Record(p=[4, 5]).transfer("p", "send 1->0").value)
-    assert find_missing([summarise(4, waiting.value), peer]) is None
+    both = find_missing([summarise(4, waiting.value), peer])
+    assert both is not None
+    assert (both.ranks, both.is_missing) == ((), False)
+    assert both.finding.startswith("ranks 4, 5 have called recv 0<-1 1 of group p at step")
+
+
+def test_ranks_whose_gpus_are_at_an_earlier_call_are_not_missing() -> None:
+    """Rank 3 has no record. Ranks 0 and 1 have called the send and the receive that rank 1's GPU
+    has not reached, because rank 1 waits for rank 3."""
+    records = [Record(w=[0, 1, 2, 3], p=[0, 1], t=[1, 3]) for _ in range(3)]
+    records[0].transfer("p", "recv 0<-1")
+    records[1].call("t", 1).transfer("p", "send 1->0")
+    records[2].call("w", 1)
+    found = blame(*records, world_size=4)
+    assert (found.ranks, found.is_missing) == ((3,), True)
+
+
+def test_a_rank_waits_only_in_its_first_unfinished_call() -> None:
+    """Rank 1's GPU does not finish the collective with rank 0, and both have called it. Nobody
+    waits for a later call of theirs, so neither the ranks behind it nor a circle are named."""
+    records = [Record(t=[0, 1], w=[0, 1, 2], p=[0, 2]) for _ in range(3)]
+    records[0].call("t", 7).call("w", 1).transfer("p", "send 0->1")
+    records[1].call("t", 7).call("w", 1)
+    records[2].transfer("p", "recv 1<-0")
+    found = blame(*records)
+    assert (found.ranks, found.is_missing) == ((), False)
+    assert found.finding.startswith("ranks 0, 1 have called all_reduce 7 of t group")
+    assert "a link or a GPU" in found.finding
+
+
+def test_the_same_calls_in_another_order_are_a_circle() -> None:
+    first = Record(a=[0, 1], b=[0, 1]).call("a", 1).call("b", 1)
+    second = Record(a=[0, 1], b=[0, 1]).call("b", 1).call("a", 1)
+    found = blame(first, second)
+    assert found.ranks == (0, 1)
+    assert found.finding.startswith("ranks 0, 1 wait for each other")
+
+
+def test_a_gpu_that_has_not_started_its_part_of_a_batch_is_named() -> None:
+    runs = Record(p=[0, 1]).batch("p", "started", "send 0->1", "recv 0<-1")
+    late = Record(p=[0, 1]).call("p", 0, state="completed", time_discovered_started_ns=1)
+    found = blame(runs, late.batch("p", "scheduled", "send 1->0", "recv 1<-0"))
+    assert (found.ranks, found.is_missing) == ((1,), True)
+    assert "not started by its GPU" in found.finding
+
+
+def test_ranks_of_a_group_keep_its_order() -> None:
+    """`new_group(..., sort_ranks=False)` numbers its ranks in the order that it is given."""
+    records = [Record(w=[0, 1, 2], p=[2, 0, 1]) for _ in range(3)]
+    records[0].call("w", 1)
+    records[1].call("w", 1)
+    records[2].transfer("p", "recv 0<-1")
+    absent = blame(*records)
+    assert absent.ranks == (0, 2)
+    assert "wait for each other" in absent.finding
+
+
+def test_a_call_that_timed_out_has_not_finished() -> None:
+    """NCCL retires such a call. gloo retires what has finished, and nothing else says so."""
+    records = [Record(a=[0, 1]).call("a", 1, retired=True), Record(a=[0, 1])]
+    assert blame(*records).ranks == (1,)
+    for record in records:
+        for entry in record.entries:
+            entry["profiling_name"] = "gloo:all_reduce"
+    assert find_missing([summarise(rank, one.value) for rank, one in enumerate(records)]) is None
+
+
+def test_records_in_json_are_read(tmp_path: Path) -> None:
+    """PyTorch leaves the list of calls out of the JSON of a rank that has called nothing."""
+    records = [Record(a=[0, 1, 2]).call("a", 1) for _ in range(2)]
+    values = [one.value for one in (*records, Record(a=[0, 1, 2]))]
+    del values[2]["entries"]
+    for rank, value in enumerate(values):
+        for entry in value.get("entries", []):
+            del entry["frames"]
+            entry["time_discovered_started_ns"] = entry["time_discovered_completed_ns"] = 0
+        (tmp_path / f"nccl-rank-{rank}").write_text(json.dumps(value))
+    read = read_records(tmp_path)
+    assert [(one.problem, one.is_timed) for one in read] == [("", False)] * 3
+    found = find_missing(read)
+    assert found is not None
+    assert found.ranks == (2,)
+    assert "it has called no collective yet" in found.finding
+    (tmp_path / "nccl-rank-1").write_text("{" + "[" * 100_000)
+    (tmp_path / "nccl-rank-2").write_bytes(b"{" + bytes(9 << 20))
+    assert [bool(one.problem) for one in read_records(tmp_path)] == [False, True, True]
 
 
 def test_different_collectives_of_one_number_are_named() -> None:

@@ -3,13 +3,14 @@
     python -m holdfast.trainer.flight_records DIRECTORY [--prefix nccl-rank-] [--json]
 
 Writes `collectives.json` into DIRECTORY, or prints it with `--json`. PyTorch writes a record as a
-pickle. The reader is the one for untrusted pickles, and a record that it refuses becomes a summary
-with the reason. The format is that of PyTorch 2.5 to 2.13.
+pickle, or as JSON without code lines. The reader is the one for untrusted pickles, and a record
+that it refuses becomes a summary with the reason. The format is that of PyTorch 2.5 to 2.13.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -38,6 +39,8 @@ from holdfast.trainer.format.plain_pickle import RefusedPickle, read_pickle
 PREFIX: Final = "nccl-rank-"
 # Above the names and sizes of any collective.
 TEXT_BYTES_MAX: Final = 1 << 20
+# Objects of JSON take several times as much memory.
+JSON_BYTES_MAX: Final = 8 << 20
 CHUNK_BYTES: Final = 1 << 20
 RECORDS_MAX: Final = 4096
 READ_S_MAX: Final = 120
@@ -51,6 +54,7 @@ SHOWN_CHARACTERS: Final = 400
 COMPLETED: Final = "completed"
 STARTED: Final = "started"
 COALESCED: Final = "coalesced"
+GLOO: Final = "gloo:"
 _TRANSFER: Final = re.compile(r"(send|recv) (\d{1,6})(?:->|<-)(\d{1,6})")
 # Frames of these files call collectives for the program.
 _LIBRARIES: Final = ("/torch/", "/holdfast/", "/site-packages/", "/dist-packages/")
@@ -88,13 +92,33 @@ def read_records(directory: Path, prefix: str = PREFIX) -> list[RankFlight]:
 def read_record(rank: int, path: Path) -> RankFlight:
     """Return the summary of one record, with a `problem` if it is not one."""
     try:
-        return summarise(rank, read_pickle(_chunks(path), _refuse, {}, text_max=TEXT_BYTES_MAX))
+        return summarise(rank, _read(path))
     except KeyError as error:
         problem = f"it has no {error}; expected a record of PyTorch 2.5 or newer"
         return RankFlight(rank=rank, problem=problem[:SHOWN_CHARACTERS])
     except Exception as error:
         # A hostile record can raise any exception. Each means that it cannot be used.
         return RankFlight(rank=rank, problem=f"{type(error).__name__}: {error}"[:SHOWN_CHARACTERS])
+
+
+def _read(path: Path) -> Any:
+    chunks = _chunks(path)
+    first = next(chunks, b"")
+    if not first.startswith(b"{"):
+        whole = itertools.chain([first], chunks)
+        return read_pickle(whole, _refuse, {}, text_max=TEXT_BYTES_MAX)
+    content = bytearray(first)
+    for piece in chunks:
+        content += piece
+        if len(content) > JSON_BYTES_MAX:
+            raise ForeignFileError(path, f"expected {JSON_BYTES_MAX} bytes of JSON or less")
+    record = json.loads(content)
+    # Such a record of a rank that has called nothing has no list, and 0 is a time that is unknown.
+    entries = _of(dict, record)["entries"] if "pg_status" not in record else record.get("entries")
+    for entry in entries or ():
+        entry["process_group"] = tuple(entry["process_group"])
+        entry["time_discovered_started_ns"] = entry["time_discovered_started_ns"] or None
+    return record | {"entries": entries or []}
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
@@ -149,7 +173,7 @@ def summarise(rank: int, record: Any) -> RankFlight:
 
 
 def _members(config: _Entry) -> dict[str, tuple[int, ...]]:
-    """Return the global ranks of each group. A record has them as the text "[0, 1]"."""
+    """Return the global ranks of each group, in its order. A record has the text "[0, 1]"."""
     found = {}
     for name, facts in config.items():
         found[_text(name)] = _ranks_in(_of(str, _of(dict, facts)["ranks"])[:RANKS_TEXT_MAX])
@@ -158,12 +182,12 @@ def _members(config: _Entry) -> dict[str, tuple[int, ...]]:
 
 @lru_cache(maxsize=64)
 def _ranks_in(text: str) -> tuple[int, ...]:
-    return tuple(sorted({int(number) for number in re.findall(r"\d{1,6}", text)}))
+    return tuple(dict.fromkeys(int(number) for number in re.findall(r"\d{1,6}", text)))
 
 
 @lru_cache(maxsize=64)
 def _members_text(members: tuple[int, ...]) -> str:
-    return span_text(members)
+    return span_text(sorted(members))
 
 
 def _group(name: str, calls: Sequence[_Entry], members: tuple[int, ...]) -> GroupFlight:
@@ -176,13 +200,21 @@ def _group(name: str, calls: Sequence[_Entry], members: tuple[int, ...]) -> Grou
     newest = max(calls, key=_sequence)
     open_ = [call for call in calls if _sequence(call) > done and not _is_done(call)]
     first = min(open_, key=_sequence, default=None)
+    state = first and _state_of_whole(first, calls)
     return GroupFlight(
         name=name,
         about=_text(_group_of(newest)[1]),
         members=_members_text(members),
         newest=_call(newest),
-        first=_call(first) if first else None,
+        first=_call(first, state) if first else None,
     )
+
+
+def _state_of_whole(part: _Entry, calls: Sequence[_Entry]) -> str | None:
+    """Return the state of the coalesced call that a call is part of, or None if there is none."""
+    number = _number(part)
+    wholes = (one for one in calls if _name(one) == COALESCED and _number(one) == number)
+    return next((_text(one["state"]) for one in wholes), None)
 
 
 def _transfers(name: str, calls: Sequence[_Entry], members: Sequence[int]) -> Iterator[Transfer]:
@@ -202,15 +234,26 @@ def _transfers(name: str, calls: Sequence[_Entry], members: Sequence[int]) -> It
         peer = int(match[3])
         # The name has the ranks of the group.
         peer = members[peer] if peer < len(members) else peer
-        yield Transfer(group=name, sends=match[1] == "send", peer=peer, call=_call(call))
+        described = _call(call, _state_of_whole(call, calls))
+        yield Transfer(group=name, sends=match[1] == "send", peer=peer, call=described)
 
 
 def _is_done(call: _Entry) -> bool:
-    return call.get("retired") is True or call["state"] == COMPLETED
+    """Return True for a call that has finished. gloo only retires it, and NCCL also does so late.
+
+    NCCL's entry is retired without being completed if the call has timed out.
+    """
+    is_retired = call.get("retired") is True and _text(call["profiling_name"]).startswith(GLOO)
+    return is_retired or call["state"] == COMPLETED
 
 
 def _sequence(call: _Entry) -> int:
     return _whole(call["collective_seq_id"])
+
+
+def _number(call: _Entry) -> int:
+    """Return the number of a call in its group, among the collectives or among the transfers."""
+    return _whole(call["p2p_seq_id"]) if call["is_p2p"] else _sequence(call)
 
 
 def _group_of(call: _Entry) -> tuple[Any, ...]:
@@ -223,11 +266,13 @@ def _name(call: _Entry) -> str:
     return name.partition(":")[2] or name
 
 
-def _call(entry: _Entry) -> CollectiveCall:
+def _call(entry: _Entry, state: str | None = None) -> CollectiveCall:
+    """Return the call, with another `state` than that of the entry if one is given."""
     return CollectiveCall(
-        sequence=_whole(entry["p2p_seq_id"]) if entry["is_p2p"] else _sequence(entry),
+        sequence=_number(entry),
+        order=_whole(entry["record_id"]),
         name=_name(entry),
-        state=_text(entry["state"]),
+        state=state or _text(entry["state"]),
         sizes=_sizes(entry.get("input_sizes") or []),
         dtypes=", ".join(map(_text, _of(list, entry.get("input_dtypes") or [])[:DIMENSIONS_MAX])),
         place=_place(_of(list, entry.get("frames") or [])),

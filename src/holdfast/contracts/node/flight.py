@@ -25,10 +25,12 @@ _SPAN: Final = re.compile(r"(\d{1,6})(?:-(\d{1,6})(?::(\d{1,6}))?)?")
 class CollectiveCall:
     """One call of a collective. `place` is the line of the program that called it, or empty.
 
-    `sequence` counts the calls of the group. `state` is "scheduled", "started" or "completed".
+    `sequence` counts the calls of the group, and `order` those of the rank in all groups. `state`
+    is "scheduled", "started" or "completed".
     """
 
     sequence: int
+    order: int
     name: str
     state: str
     sizes: str = ""
@@ -36,14 +38,21 @@ class CollectiveCall:
     place: str = ""
 
     def to_json(self) -> list[Any]:
-        return [self.sequence, self.name, self.state, self.sizes, self.dtypes, self.place]
+        numbers = [self.sequence, self.order]
+        return [*numbers, self.name, self.state, self.sizes, self.dtypes, self.place]
 
     @classmethod
     def from_json(cls, data: Any) -> CollectiveCall:
-        sequence, *texts = data
+        sequence, order, *texts = data
         name, state, sizes, dtypes, place = map(str, texts)
         return cls(
-            sequence=int(sequence), name=name, state=state, sizes=sizes, dtypes=dtypes, place=place
+            sequence=int(sequence),
+            order=int(order),
+            name=name,
+            state=state,
+            sizes=sizes,
+            dtypes=dtypes,
+            place=place,
         )
 
 
@@ -86,7 +95,10 @@ class GroupFlight:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A send or a receive that has not finished. `peer` is a global rank."""
+    """A send or a receive that has not finished. `peer` is a global rank.
+
+    Those of one batch have one group and one `call.sequence`.
+    """
 
     group: str
     sends: bool

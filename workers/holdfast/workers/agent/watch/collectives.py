@@ -2,9 +2,14 @@
 
 In a process group the collectives finish in order. So each rank has one place in a group: the first
 collective that it called and that has not finished, or the one after its last. A rank waits for the
-members whose place is earlier. The ranks that others wait for, and that wait for nobody, are the
-cause. If every rank waits for another one, they wait in a circle. Records of gloo name the members
-of no group, so a rank that waits in a group of its own may wait for any rank.
+members whose place is earlier. It waits in its front only: the first of its calls in all groups
+that has not finished. If all members have called a collective, those at their front wait for those
+whose front is another call.
+
+The ranks that others wait for, and that wait for nobody, are the cause. If all members have reached
+a call and none finishes it, the cause is a link or a GPU that the records do not name. If every
+rank waits for another one, they wait in a circle. Records of gloo name the members of no group, so
+a rank that waits in a group of its own may wait for any rank.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ class CollectiveBlame:
     is_missing: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Wait:
     """Ranks that wait in a call of a group for one rank. `about` names the group."""
 
@@ -64,16 +69,44 @@ class _Group:
     calls: dict[int, flight.GroupFlight] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Front:
+    """The first call of a rank that has not finished, in the order of its calls."""
+
+    call: flight.CollectiveCall
+    about: str
+    group: str
+    is_transfer: bool
+
+    def is_at(self, call: flight.CollectiveCall) -> bool:
+        """Whether the front is this call of a collective."""
+        return not self.is_transfer and self.call.order == call.order
+
+    def has(self, transfer: flight.Transfer) -> bool:
+        """Whether the front is this transfer, or another one of its batch."""
+        place = transfer.group, transfer.call.sequence
+        return self.is_transfer and (self.group, self.call.sequence) == place
+
+
 @dataclass
 class _Waits:
     """For each rank: one rank that it waits for, and the calls in which others wait for it.
 
-    Those in `unclear` wait in a group of unknown members.
+    Those in `unclear` wait in a group of unknown members. `stuck` has those at a call that all its
+    members have reached and none has finished.
     """
 
     on: dict[int, int] = field(default_factory=dict)
     calls: dict[int, list[_Wait]] = field(default_factory=lambda: defaultdict(list))
     unclear: set[int] = field(default_factory=set)
+    stuck: dict[int, _Wait] = field(default_factory=dict)
+
+    def add(self, ranks: Sequence[int], others: Sequence[int], wait: _Wait) -> None:
+        """Add that `ranks` wait for `others`."""
+        for rank in ranks:
+            self.on.setdefault(rank, others[0])
+        for other in others:
+            self.calls[other].append(wait)
 
 
 def find_missing(
@@ -87,11 +120,13 @@ def find_missing(
     expected = range(world_size) if world_size else sorted(one.rank for one in records)
     silent = [rank for rank in expected if rank not in known]
     groups = _groups(known, expected)
+    fronts = {rank: front for rank, one in known.items() if (front := _front(one)) is not None}
     waits = _Waits()
     for group in groups:
-        _wait_in_group(group, known, waits)
-    _wait_in_transfers(known, waits)
-    found = _mismatch(groups) or _causes(waits, known) or _circle(waits) or _nobody(groups)
+        _wait_in_group(group, known, fronts, waits)
+        _wait_for_front(group, known, fronts, waits)
+    _wait_in_transfers(known, fronts, waits)
+    found = _mismatch(groups) or _causes(waits, known) or _circle(waits) or _nobody(groups, waits)
     if found is None:
         return None
     if silent:
@@ -131,9 +166,19 @@ def _reach(call: flight.GroupFlight | None) -> int:
     return call.first.sequence if call.first else call.newest.sequence
 
 
-def _wait_in_group(group: _Group, known: Mapping[int, flight.RankFlight], waits: _Waits) -> None:
+def _wait_in_group(
+    group: _Group,
+    known: Mapping[int, flight.RankFlight],
+    fronts: Mapping[int, _Front],
+    waits: _Waits,
+) -> None:
     """Add who waits for whom in one group. The cost is about that of sorting its members."""
-    open_ = {rank: one.first for rank, one in group.calls.items() if one.first is not None}
+    # A rank has not reached a later call, whoever is missing in it.
+    open_ = {
+        rank: one.first
+        for rank, one in group.calls.items()
+        if one.first is not None and fronts[rank].is_at(one.first)
+    }
     if not open_:
         return
     if not group.is_known:
@@ -159,30 +204,52 @@ def _wait_in_group(group: _Group, known: Mapping[int, flight.RankFlight], waits:
             why=_why(group.calls.get(rank), known.get(rank)),
         )
         waits.calls[rank].append(wait)
-    _wait_for_start(group, open_, known, waits)
 
 
-def _wait_for_start(
+def _front(record: flight.RankFlight) -> _Front | None:
+    """Return the first call of a rank that has not finished, or None."""
+    found = [
+        _Front(one.first, one.title, one.name, is_transfer=False)
+        for one in record.groups
+        if one.first
+    ]
+    found += [
+        _Front(one.call, f"group {one.group}", one.group, is_transfer=True)
+        for one in record.transfers
+    ]
+    return min(found, key=lambda front: front.call.order, default=None)
+
+
+def _wait_for_front(
     group: _Group,
-    calls: Mapping[int, flight.CollectiveCall],
     known: Mapping[int, flight.RankFlight],
+    fronts: Mapping[int, _Front],
     waits: _Waits,
 ) -> None:
-    """Add the ranks whose GPU has not started a collective that other GPUs run."""
-    last = max(call.sequence for call in calls.values())
-    at_last = {rank: call for rank, call in calls.items() if call.sequence == last}
-    started = tuple(sorted(rank for rank, call in at_last.items() if call.state == STARTED))
-    if not started:
+    """Add who waits in a collective that all members have called and none has finished."""
+    calls = {rank: one.first for rank, one in group.calls.items() if one.first}
+    is_whole = group.is_known and len(calls) == len(group.members)
+    if not is_whole or len({call.sequence for call in calls.values()}) > 1:
         return
-    for rank, call in at_last.items():
-        if call.state != SCHEDULED or not known[rank].is_timed:
-            continue
+    here = [rank for rank in sorted(calls) if fronts[rank].is_at(calls[rank])]
+    if not here:
+        return
+    call = calls[here[0]]
+    elsewhere = [rank for rank in sorted(calls) if rank not in set(here)]
+    for rank in elsewhere:
+        waits.add(here, [rank], _Wait(call, group.about, tuple(here), _before(fronts[rank])))
+    started = [rank for rank in here if calls[rank].state == STARTED]
+    late = [rank for rank in here if calls[rank].state == SCHEDULED and known[rank].is_timed]
+    if started and late:
         why = f"called{_at(call)}, not started by its GPU"
-        waits.calls[rank].append(
-            _Wait(call=at_last[started[0]], about=group.about, waiting=started, why=why)
-        )
-        for other in started:
-            waits.on.setdefault(other, rank)
+        waits.add(started, late, _Wait(call, group.about, tuple(started), why))
+    elif not elsewhere:
+        waits.stuck |= dict.fromkeys(here, _Wait(call, group.about, tuple(here), ""))
+
+
+def _before(front: _Front) -> str:
+    """Return why a rank whose front is another call does not take part in a call."""
+    return f"called, but {_text(front.call)} of {front.about} comes first and is unfinished"
 
 
 def _why(did: flight.GroupFlight | None, record: flight.RankFlight | None) -> str:
@@ -196,20 +263,50 @@ def _why(did: flight.GroupFlight | None, record: flight.RankFlight | None) -> st
     return f"never called, the last call is {_text(record.latest)}{_at(record.latest)}"
 
 
-def _wait_in_transfers(known: Mapping[int, flight.RankFlight], waits: _Waits) -> None:
-    """Add who waits for the send or the receive of a peer that has not called it."""
+def _wait_in_transfers(
+    known: Mapping[int, flight.RankFlight], fronts: Mapping[int, _Front], waits: _Waits
+) -> None:
+    """Add who waits for the send or the receive of a peer that has not reached it."""
     for rank, record in known.items():
         for one in record.transfers:
+            if not fronts[rank].has(one):
+                continue
+            about = f"group {one.group}"
             peer = known.get(one.peer)
             answers = () if peer is None else peer.transfers
-            if any(a.peer == rank and a.sends is not one.sends for a in answers):
-                continue
-            waits.on.setdefault(rank, one.peer)
-            wanted = "receive" if one.sends else "send"
-            why = NO_RECORD if peer is None else f"no {wanted} for rank {rank} is open"
-            waits.calls[one.peer].append(
-                _Wait(call=one.call, about=f"group {one.group}", waiting=(rank,), why=why)
-            )
+            # A batch may have several transfers with one peer.
+            answer = next((a for a in answers if a.peer == rank and a.sends is not one.sends), None)
+            if answer is None:
+                wanted = "receive" if one.sends else "send"
+                why = NO_RECORD if peer is None else f"no {wanted} for rank {rank} is open"
+                waits.add([rank], [one.peer], _Wait(one.call, about, (rank,), why))
+            else:
+                _wait_at_transfer(one, answer, (known[rank], known[one.peer]), fronts, waits)
+
+
+def _wait_at_transfer(
+    one: flight.Transfer,
+    answer: flight.Transfer,
+    pair: tuple[flight.RankFlight, flight.RankFlight],
+    fronts: Mapping[int, _Front],
+    waits: _Waits,
+) -> None:
+    """Add who waits in a transfer at the front of the first of two ranks that both called it."""
+    rank, peer = (record.rank for record in pair)
+    about = f"group {one.group}"
+    if not fronts[peer].has(answer):
+        waits.add([rank], [peer], _Wait(one.call, about, (rank,), _before(fronts[peer])))
+    elif _is_late(answer, one, pair[1]):
+        why = f"called{_at(answer.call)}, not started by its GPU"
+        waits.add([rank], [peer], _Wait(one.call, about, (rank,), why))
+    elif not _is_late(one, answer, pair[0]):
+        both = tuple(sorted((rank, peer)))
+        waits.stuck.setdefault(rank, _Wait(one.call, about, both, ""))
+
+
+def _is_late(one: flight.Transfer, answer: flight.Transfer, record: flight.RankFlight) -> bool:
+    """Return True if the GPU of a rank has not started a transfer that its peer's GPU runs."""
+    return record.is_timed and (one.call.state, answer.call.state) == (SCHEDULED, STARTED)
 
 
 # --- findings -------------------------------------------------------------------------------
@@ -222,6 +319,8 @@ def _causes(waits: _Waits, known: Mapping[int, flight.RankFlight]) -> Collective
     found = [rank for rank in found if rank not in waits.unclear] or found
     # A rank without a record may wait as well, so one with a record is the better answer.
     found = [rank for rank in found if rank in known] or found
+    # Those of a call that nobody finishes have done all that the others wait for.
+    found = [rank for rank in found if rank not in waits.stuck]
     if not found:
         return None
     parts = []
@@ -260,6 +359,8 @@ def _circle(waits: _Waits) -> CollectiveBlame | None:
     while at not in seen and at in waits.on:
         seen[at] = None
         at = waits.on[at]
+    if at in waits.stuck:
+        return None
     order = list(seen)
     ranks = tuple(sorted(order[order.index(at) :] if at in seen else order))
     named = []
@@ -274,8 +375,11 @@ def _circle(waits: _Waits) -> CollectiveBlame | None:
     return CollectiveBlame(ranks=ranks, finding=said)
 
 
-def _nobody(groups: Sequence[_Group]) -> CollectiveBlame | None:
-    """Return the collective that all members have called and none finishes."""
+def _nobody(groups: Sequence[_Group], waits: _Waits) -> CollectiveBlame | None:
+    """Return the call that all its members have reached and none finishes."""
+    if waits.stuck:
+        stuck = max(waits.stuck.values(), key=lambda one: len(one.waiting))
+        return CollectiveBlame(ranks=(), finding=_none_finishes(stuck))
     waiting = [group for group in groups if any(one.first for one in group.calls.values())]
     if not waiting:
         return None
@@ -284,11 +388,16 @@ def _nobody(groups: Sequence[_Group]) -> CollectiveBlame | None:
         return CollectiveBlame(ranks=(), finding=_unclear(waiting))
     group = max(whole, key=lambda one: len(one.calls))
     ranks, call = _open_in(group)
-    said = (
-        f"{ranks_text(ranks)} {_verb(ranks, 'has', 'have')} called {_text(call)} of {group.about}"
-        f"{_at(call)}, and none finishes it: a link or a GPU"
+    wait = _Wait(call, group.about, tuple(ranks), "")
+    return CollectiveBlame(ranks=(), finding=_none_finishes(wait))
+
+
+def _none_finishes(wait: _Wait) -> str:
+    ranks = wait.waiting
+    return (
+        f"{ranks_text(ranks)} {_verb(ranks, 'has', 'have')} called {_text(wait.call)} of "
+        f"{wait.about}{_at(wait.call)}, and none finishes it: a link or a GPU"
     )
-    return CollectiveBlame(ranks=(), finding=said)
 
 
 def _unclear(groups: Sequence[_Group]) -> str:
