@@ -209,6 +209,23 @@ def test_an_archive_has_a_bounded_size() -> None:
         assert tar.getnames() == ["f/MANIFEST.json", "f/one.txt"]
 
 
+def test_a_secret_that_one_file_reveals_is_removed_from_all(tmp_path: Path) -> None:
+    """A program prints a token without its name, and another file says what it is."""
+    token, harmless = "qX7rT2mW9kLp4", "step-0000000100-01J9ZK3V"
+    (tmp_path / "0.log").write_text(f"bad value {token} at {harmless}\n")
+    (tmp_path / "1.log").write_text(f'login(token="{token}")  # {harmless}\n')
+    lines = [json.dumps({"kind": "note", "text": token}), json.dumps({"hf_token": "aB3" * 5})]
+    (tmp_path / "j.jsonl").write_text("\n".join([*lines, json.dumps({"text": "aB3" * 5})]))
+    archive = Archive(())
+    for name in ("0.log", "1.log"):
+        archive.add_end(name, tmp_path / name, 1000, below=tmp_path)
+    archive.add_json_lines("j.jsonl", tmp_path / "j.jsonl", 1000, below=tmp_path)
+    (tmp_path / "a.tar.gz").write_bytes(archive.to_bytes({"folder": "f", "made_at": 0}))
+    found = contents(tmp_path / "a.tar.gz")
+    assert not [name for name, text in found.items() if token in text or "aB3" * 5 in text]
+    assert found["0.log"].count(harmless) == found["1.log"].count(harmless) == 1
+
+
 def test_bad_input_is_refused(call: Call, ended_run: RunPaths, tmp_path: Path) -> None:
     out = tmp_path / "there.tar.gz"
     out.write_text("mine")

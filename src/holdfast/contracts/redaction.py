@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import string
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, BinaryIO, Final, cast
@@ -51,7 +52,7 @@ _SECRET_NAME: Final = _pattern(
     r"|github|gitlab)_keys?"
     r"|(?:.*_)?authorization|(?:set_)?cookies?"
     r"|(?:.*_)?(?:api|access|auth|oauth|refresh|bearer|session|security|hf|gh|github|gitlab|wandb"
-    r"|slack|bot)_tokens?"
+    r"|slack|bot)_tokens?|(?:.*_)?key_data"
     r"|(?:.*_)?(?:db|user|mysql|pg|postgres|smtp|redis|ssh|mail|admin|root|proxy|ftp|http|login"
     r"|sudo)_pass"
     # `client_secret_value`, but not `client_secret_file`.
@@ -60,7 +61,7 @@ _SECRET_NAME: Final = _pattern(
 _SECRET_VARIABLE: Final = _pattern(r".+_(?:PASS|PAT|AUTH|TOKEN)")
 # Names whose value is hidden if it looks random: `HF_TOKENS`, `OPENAI_KEY` and `hf_token`, but also
 # `max_tokens`, `METRIC_KEY` and `pad_token`.
-_PERHAPS_SECRET_NAME: Final = _pattern(r"(?:.*_)?tokens|.+_token")
+_PERHAPS_SECRET_NAME: Final = _pattern(r"(?:.*_)?tokens|.+_token|auth")
 _PERHAPS_SECRET_VARIABLE: Final = _pattern(r".+_KEY")
 # The value of such a variable is also hidden if it is one long word, such as a password, except for
 # names and words of a choice. Several words, as in `eval_accuracy`, are a choice too.
@@ -77,7 +78,7 @@ _NO_SECRET: Final = frozenset(("PWD", "OLDPWD", "SSH_AUTH", "prefect_secret"))
 _WORD: Final = _pattern(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 # Assignments, including `os.environ["NAME"] = "…"`.
 _ASSIGNED: Final = _pattern(
-    r"(?<![A-Za-z0-9_.-])-{0,2}(?P<name>[A-Za-z][A-Za-z0-9_.-]{0,99})"
+    r"(?<![A-Za-z0-9_.-])[_-]{0,2}(?P<name>[A-Za-z][A-Za-z0-9_.-]{0,99})"
     r"""(?P<quote>["']?)\]?(?P<between>\s{0,3}[=:]\s{0,3})"""
 )
 # `os.environ.setdefault("NAME", "…")`, and a command as a list of strings.
@@ -94,6 +95,14 @@ _GROUP_VALUE: Final = _pattern(
     r"""\[[^\]]{1,4096}\][^\s"']{0,4096}|\[[^\n]{1,4096}"""
     r"""|(?!\{\s{0,3}["']?(?:from_file|from_env|prefect_secret)\b)"""
     r"""(?:\{[^}]{1,4096}\}[^\s"']{0,4096}|\{[^\n]{1,4096})"""
+)
+# A text of several lines in YAML.
+_BLOCK_VALUE: Final = _pattern(
+    r"[|>][+-]?[ \t]{0,9}\r?\n(?P<value>(?:[ \t]{1,99}\S[^\n]{0,999}\n?){1,99})"
+)
+# An element of XML.
+_ELEMENT: Final = _pattern(
+    r"<(?P<name>[A-Za-z][A-Za-z0-9_.-]{0,99})>\s{0,3}(?P<value>[^<>\s]{1,4096})\s{0,3}</"
 )
 _EMPTY: Final = _pattern(r"[\[{]\s{0,9}[\]}]")
 _URL_VALUE: Final = _pattern(rf"""{_QUOTED}|[^\s"'&]{{1,4096}}""")
@@ -115,10 +124,22 @@ _SAID: Final = _pattern(
 _WANDB_LOGIN: Final = _pattern(
     r"\bwandb\s{1,3}login\s{1,3}(?:--\S{1,99}\s{1,3}){0,4}(?P<value>[0-9a-f]{40})\b"
 )
-_BEARER: Final = _pattern(r"(?i)\b(?:bearer|basic)\s+(?P<value>[A-Za-z0-9+/._~-]{12,4096}=*)")
+# "Basic authentication" contains no secret.
+_BEARER: Final = _pattern(
+    r"\b(?i:bearer|basic)\s+(?!(?-i:[A-Z]?[a-z-]+)(?![A-Za-z0-9+/._~=-]))"
+    r"(?P<value>[A-Za-z0-9+/._~-]{12,4096}=*)"
+)
+# A header ends with its line. In a string of a program, the line may end with an escape.
+_HEADER_NAMES: Final = r"(?:authorization|x-api-key|cookie|set-cookie):\s*"
 _HEADER: Final = _pattern(
-    r"(?im)^[^\n:]{0,40}\b(?:authorization|x-api-key|cookie|set-cookie):"
-    r"\s*(?P<value>[^\n\"']{4,4096})"
+    rf"""(?im)^[^\n:"'\\]{{0,40}}\b{_HEADER_NAMES}(?P<value>[^\n]{{4,4096}})"""
+)
+_QUOTED_HEADER: Final = _pattern(
+    rf"""(?im)(?:(?:^|(?<=\\n))[^\n:]{{0,40}}\b|(?<=\\n)){_HEADER_NAMES}(?P<value>[^\n"'\\]{{4,4096}})"""
+)
+_PASS_OPTION: Final = _pattern(
+    r"\b(?:sshpass\s{1,3}-p\s{0,3}|mysql[a-z]{0,9}\s(?:[^\n]{0,200}?\s)?-p)"
+    r"""["']?(?P<value>[^\s"']{1,1024})"""
 )
 # The signature of a URL that gives access to an object, until it expires. Elsewhere, a long one.
 _SIGNED: Final = _pattern(
@@ -128,8 +149,8 @@ _SIGNED: Final = _pattern(
 )
 # Such a URL allows its reader to write to the channel.
 _WEBHOOK: Final = _pattern(
-    r"(?:hooks\.slack\.com/[a-z]{1,20}|discord(?:app)?\.com/api/webhooks)/"
-    r"(?P<value>[A-Za-z0-9_/-]{16,1024})"
+    r"(?:hooks\.slack\.com/[a-z]{1,20}|discord(?:app)?\.com/api/webhooks"
+    r"|webhook\.office\.com/webhookb2|api\.telegram\.org)/(?P<value>[A-Za-z0-9_/:@-]{16,1024})"
 )
 # A line of ~/.netrc, or several.
 _NETRC: Final = _pattern(
@@ -140,18 +161,24 @@ _KNOWN: Final = _pattern(
     r"hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
     r"|sk-[A-Za-z0-9_-]{20,}|xox[abeoprs]-[A-Za-z0-9-]{10,}|A(?:KIA|SIA)[A-Z0-9]{16}"
     r"|AIza[\w-]{30,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}|dapi[0-9a-f]{32}|dckr_pat_[\w-]{20,}"
+    r"|wandb_v[0-9]_\w{20,}|xapp-[A-Za-z0-9-]{20,}|ya29\.[\w-]{20,}|[rs]k_(?:live|test)_\w{16,}"
+    r"|SG\.[\w-]{16,}\.[\w-]{16,}|hv[bs]\.[\w-]{20,}|AGE-SECRET-KEY-[A-Z0-9]{20,}"
+    r"|nvapi-[\w-]{20,}|gsk_[A-Za-z0-9]{20,}|tskey-[\w-]{16,}|dop_v1_[0-9a-f]{40,}"
     r"|hold_[0-9a-f]{8}_[\w-]{43}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,})"
 )
-_KEY_BEGIN: Final = _pattern(r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY-----")
+_KEY_BEGIN: Final = _pattern(r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
 _KEY_END: Final = "-----END"
 _KEY_CHARACTERS_MAX: Final = 16 * 1024
-# The lines of a private key whose end is missing.
+# The lines of a private key whose end is missing. Each may have the prefix of a log.
 _KEY_LINES: Final = _pattern(
     r"(?:(?:\s|\\[rn]){0,8}(?:(?:Proc-Type|DEK-Info): ?[^\n]{1,200}|[A-Za-z0-9+/=]{16,}"
+    r"|[^\n]{0,120}?[\s:\]|>][A-Za-z0-9+/=]{32,}(?=[\s\\\"']|\Z)"
     r"|[A-Za-z0-9+/=]{1,15}(?=[\s\\\"'.]|\Z)(?! [A-Za-z(])))*"
 )
 # A text without any of these contains no secret, except known values.
-_ANY: Final = _pattern(r"[=:@ ]|\.com/|[a-z]_[A-Za-z0-9]|[a-z]-[A-Za-z0-9]|dapi|A[KS]IA|AIza|eyJ")
+_ANY: Final = _pattern(
+    r"[=:@ ]|\.com/|[a-z]_[A-Za-z0-9]|[a-z]-[A-Za-z0-9]|dapi|A[KS]IA|AIza|eyJ|ya29|SG|hv|AGE|>"
+)
 _NUMBER: Final = _pattern(r"[-+]?[0-9][0-9_.,]*(?:e[-+]?[0-9]+)?%?", re.IGNORECASE)
 # A word of this length with a letter and a digit looks random.
 RANDOM_CHARACTERS_MIN: Final = 8
@@ -165,10 +192,17 @@ _QUOTES: Final = frozenset("\"'")
 # What is in every match of a pattern, in lower case or as it is. A test compares with the patterns.
 _PREFIXES: Final = (
     *("hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "sk-", "xox"),
-    *("AKIA", "ASIA", "AIza", "npm_", "pypi-", "dapi", "dckr_pat_", "hold_", "eyJ"),
+    *("AKIA", "ASIA", "AIza", "npm_", "pypi-", "dapi", "dckr_pat_", "hold_", "eyJ", "wandb_v"),
+    *("xapp-", "ya29.", "sk_live_", "sk_test_", "rk_live_", "rk_test_", "SG.", "hvb.", "hvs."),
+    *("AGE-SECRET-KEY-", "nvapi-", "gsk_", "tskey-", "dop_v1_"),
 )
 _SIGNATURES: Final = ("sig=", "signature=")
-_WEBHOOKS: Final = ("hooks.slack.com/", "discord.com/api/", "discordapp.com/api/")
+_WEBHOOKS: Final = (
+    *("hooks.slack.com/", "discord.com/api/", "discordapp.com/api/", "webhook.office.com/"),
+    "api.telegram.org/",
+)
+_PASS_PROGRAMS: Final = ("sshpass", "mysql")
+_COLOUR: Final = _pattern(r"\x1b\[[0-9;]{0,20}m")
 _HEADERS: Final = ("authorization:", "x-api-key:", "cookie:")
 _LOGIN_PARTS: Final = ("-u", "-U", "--user", "--proxy-user")
 # More than the characters of a line before its header.
@@ -177,8 +211,7 @@ _SAID_NAMES: Final = ("password", "passphrase", "token", "secret", "key")
 # The longest of these names, and the spaces after it.
 SAID_BEFORE_MAX: Final = 13
 _NAME_PARTS: Final = (
-    *("token", "pass", "secret", "key", "pwd", "jwt", "dsn", "credential", "authorization"),
-    "cookie",
+    *("token", "pass", "secret", "key", "pwd", "jwt", "dsn", "credential", "auth", "cookie"),
 )
 _VARIABLE_PARTS: Final = ("PAT", "AUTH")
 _ODD_LETTERS: Final = str.maketrans({"\u0130": "i", "\u0131": "i", "\u017f": "s", "\u212a": "k"})
@@ -232,7 +265,7 @@ def is_secret(name: str, value: str) -> bool:
 def _is_secret_of(judged: _Name, value: str) -> bool:
     if judged is _Name.PLAIN or judged is _Name.SECRET:
         return judged is _Name.SECRET
-    return _is_random(value) or (judged is _Name.PERHAPS_PASSWORD and _is_password(value))
+    return looks_random(value) or (judged is _Name.PERHAPS_PASSWORD and _is_password(value))
 
 
 def secrets_of(spec: Mapping[str, Any]) -> tuple[str, ...]:
@@ -301,7 +334,8 @@ def read_masked(file: BinaryIO, start: int, limit: int, secrets: Sequence[str] =
 
 def spans(text: str, secrets: Sequence[str] = ()) -> list[tuple[int, int]]:
     """Return the (start, end) of each secret in `text`, in order and without overlaps."""
-    found = sorted(_find(text, secrets))
+    colours = [match.span() for match in _COLOUR.finditer(text)] if "\x1b[" in text else []
+    found = sorted(_find(text, secrets) if not colours else _find_below(text, colours, secrets))
     merged: list[tuple[int, int]] = []
     for start, end in found:
         if merged and start <= merged[-1][1]:
@@ -309,6 +343,24 @@ def spans(text: str, secrets: Sequence[str] = ()) -> list[tuple[int, int]]:
         else:
             merged.append((start, end))
     return merged
+
+
+def _find_below(
+    text: str, colours: Sequence[tuple[int, int]], secrets: Sequence[str]
+) -> Iterator[tuple[int, int]]:
+    """Find the secrets of a text for a terminal, in which colours may be between any two words."""
+    starts, parts, at, length = [0], [], 0, 0
+    shifts = [0]
+    for start, end in colours:
+        parts.append(text[at:start])
+        length += start - at
+        starts.append(length)
+        shifts.append(end - length)
+        at = end
+    for start, end in _find("".join([*parts, text[at:]]), secrets):
+        first = shifts[bisect_right(starts, start) - 1]
+        last = shifts[bisect_right(starts, end - 1) - 1]
+        yield start + first, end + last
 
 
 def _find(text: str, secrets: Sequence[str]) -> Iterator[tuple[int, int]]:
@@ -323,11 +375,14 @@ def _find(text: str, secrets: Sequence[str]) -> Iterator[tuple[int, int]]:
     headers = _places(folded, _HEADERS)
     # Not from the beginning of the text, which would take long in a text without lines.
     lines = sorted({text.rfind("\n", max(0, at - HEADER_AFTER_MAX), at) + 1 for at in headers})
+    quoted = sorted({*lines, *(_after_escape(text, at) for at in headers)})
     schemes = [_scheme_at(text, at) for at in _places(text, ("://",))] if "@" in text else []
     for pattern, places in (
         (_KNOWN, _places(text, _PREFIXES)),
         (_BEARER, _places(folded, ("bearer", "basic"))),
         (_HEADER, lines),
+        (_QUOTED_HEADER, quoted),
+        (_PASS_OPTION, _places(text, _PASS_PROGRAMS)),
         (_WANDB_LOGIN, _places(text, ("wandb",))),
         (_SIGNED, _places(folded, _SIGNATURES)),
         (_WEBHOOK, _places(text, _WEBHOOKS)),
@@ -339,7 +394,7 @@ def _find(text: str, secrets: Sequence[str]) -> Iterator[tuple[int, int]]:
             yield match.span("value")
     yield from _find_keys(text)
     for match in _matches(_SAID, text, _said_places(folded)):
-        if _is_random(match["value"]):
+        if looks_random(match["value"]):
             yield match.span("value")
     for match in _matches(_LOGIN, text, _places(text, _LOGIN_PARTS)):
         # A numeric user and group is not a login with a password.
@@ -347,7 +402,16 @@ def _find(text: str, secrets: Sequence[str]) -> Iterator[tuple[int, int]]:
             yield match.span("value")
     names = _names(text, folded)
     yield from _find_assigned(text, names)
+    for match in _ELEMENT.finditer(text) if "</" in text else ():
+        if _is_secret_of(_judge(match["name"]), match["value"]):
+            yield match.span("value")
     yield from _find_listed(text, names)
+
+
+def _after_escape(text: str, at: int) -> int:
+    """Return where the last line before a place begins that an escape in a string separates."""
+    before = text.rfind("\\n", max(0, at - HEADER_AFTER_MAX), at)
+    return at if before < 0 else before + 2
 
 
 def _folded(text: str) -> str:
@@ -460,6 +524,11 @@ def _find_assigned(text: str, names: Sequence[int] | None) -> Iterator[tuple[int
         # Matches inside a value that was already checked are skipped, to save time.
         if judged is _Name.PLAIN or end < until[judged]:
             continue
+        block = _BLOCK_VALUE.match(text, end)
+        if block and judged is _Name.SECRET:
+            yield block.span("value")
+            until[judged] = block.end()
+            continue
         pattern = _URL_VALUE if text[start - 1 : start] in _BEFORE_PARAMETER else _WORD_VALUE
         if text[end : end + 1] in _OPENING and not _EMPTY.match(text, end):
             pattern = _GROUP_VALUE
@@ -514,7 +583,7 @@ def _is_spoken(name: re.Match[str], value: str) -> bool:
     return is_count or len(value) < SECRET_CHARACTERS_MIN
 
 
-def _is_random(value: str) -> bool:
+def looks_random(value: str) -> bool:
     """Return True for a text with a long word of letters and digits, which looks like a secret."""
     return len(value) >= RANDOM_CHARACTERS_MIN and _RANDOM_PART.search(value) is not None
 

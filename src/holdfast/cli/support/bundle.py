@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 from urllib.parse import quote, quote_plus
 
 from holdfast.contracts import errors, redaction
@@ -84,6 +84,9 @@ TOTAL_BYTES_MAX: Final = 32 * 1024 * 1024
 FILES_MAX: Final = 4000
 LEFT_OUT_MAX: Final = 1000
 LINE_BYTES_MAX: Final = 1024 * 1024
+# Secrets that were recognised in one file and are removed from all. Each costs a search.
+LEARNT_MAX: Final = 200
+LEARNT_CHARACTERS_MIN: Final = 12
 # Names that are Holdfast's own or a scheduler's. Another user's folder may contain any other.
 _SAFE_NAME: Final = re.compile(r"[A-Za-z0-9._+-]{1,200}(?:/[A-Za-z0-9._+-]{1,200}){0,20}")
 
@@ -118,6 +121,7 @@ class Archive:
         self._facts: list[dict[str, Any]] = []
         self._left_out: list[dict[str, str]] = []
         self._unlisted = 0
+        self._learnt: set[str] = set()
 
     @property
     def left_out(self) -> list[dict[str, str]]:
@@ -139,6 +143,7 @@ class Archive:
 
     def add_json(self, name: str, value: Any) -> None:
         """Add a document without its secrets."""
+        self._learn(redaction.secrets_of({"": value}))
         clean = redaction.redact(value, self._secrets)
         self.add_text(name, json.dumps(clean, indent=1, ensure_ascii=False, default=str) + "\n")
 
@@ -189,7 +194,7 @@ class Archive:
                 size = os.fstat(stream.fileno()).st_size
                 start, length = max(0, size - bytes_max), min(size, bytes_max)
                 if is_masked:
-                    return redaction.read_masked(stream, start, length, self._secrets), start
+                    return self._read_masked(stream, start, length), start
                 stream.seek(start)
                 return stream.read(length), start
         except FileNotFoundError:
@@ -197,6 +202,15 @@ class Archive:
         except (OSError, errors.ForeignFileError) as error:
             self.leave_out(name, error)
             return None
+
+    def _read_masked(self, stream: BinaryIO, start: int, length: int) -> bytes:
+        # A secret may be cut at both ends.
+        before = min(start, redaction.AROUND_BYTES)
+        stream.seek(start - before)
+        content = stream.read(before + length + redaction.AROUND_BYTES)
+        text = content.decode(errors="replace")
+        self._learn(text[begin:end] for begin, end in redaction.spans(text, self._secrets))
+        return redaction.mask_bytes(content, self._secrets)[before : before + length]
 
     def to_bytes(self, about: Mapping[str, Any]) -> bytes:
         """Return the compressed archive, with its manifest first."""
@@ -209,6 +223,12 @@ class Archive:
         }
         text = json.dumps(redaction.redact(manifest, self._secrets), indent=1, ensure_ascii=False)
         files = {MANIFEST_NAME: f"{text}\n".encode(errors="replace"), **self._files}
+        for learnt in longest_first(self._learnt):
+            hidden = redaction.HIDDEN.encode()
+            files = {
+                name: one.replace(learnt.encode(errors="replace"), hidden)
+                for name, one in files.items()
+            }
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for name, content in files.items():
@@ -217,6 +237,15 @@ class Archive:
                 tar.addfile(entry, io.BytesIO(content))
         return gzip.compress(packed.getvalue(), mtime=0)
 
+    def _learn(self, values: Iterable[str]) -> None:
+        """Remember secrets that one file reveals. Another may have them without their names."""
+        for value in values:
+            if len(self._learnt) >= LEARNT_MAX:
+                return
+            bare = value.strip("\"',;:()[]{}<>")
+            if len(bare) >= LEARNT_CHARACTERS_MIN and redaction.looks_random(bare):
+                self._learnt.add(bare)
+
     def _clean(self, text: str) -> str:
         return hide(redaction.redact_text(text, self._secrets), self._secrets)
 
@@ -224,7 +253,9 @@ class Archive:
         """Return a JSON line without its secrets, or a damaged one as text without them."""
         text = line.decode(errors="replace")
         try:
-            return json.dumps(redaction.redact(json.loads(text), self._secrets), ensure_ascii=False)
+            value = json.loads(text)
+            self._learn(redaction.secrets_of({"": value}))
+            return json.dumps(redaction.redact(value, self._secrets), ensure_ascii=False)
         except (ValueError, RecursionError):
             return text
 
