@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from tests.support.cli_calls import Call
 from tests.support.runs import T0, RunFolder
@@ -26,6 +29,7 @@ class Collector(ThreadingHTTPServer):
     def __init__(self, status: int = 200) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.status = status
+        self.answer = b""
         self.got: list[ExportTraceServiceRequest] = []
 
     def spans(self) -> list[Span]:
@@ -47,8 +51,11 @@ class _Handler(BaseHTTPRequestHandler):
             assert self.path == "/v1/traces"
             self.server.got.append(ExportTraceServiceRequest.FromString(content))
         self.send_response(self.server.status)
-        self.send_header("Content-Length", "0")
+        if self.server.status == 302:
+            self.send_header("Location", "/login")
+        self.send_header("Content-Length", str(len(self.server.answer)))
         self.end_headers()
+        self.wfile.write(self.server.answer)
 
     def log_message(self, *_: object) -> None:
         """Be silent."""
@@ -126,3 +133,22 @@ def test_a_missing_or_refusing_collector_is_reported(
     missing = call("trace", "gpt")
     assert missing.status == 2
     assert "OTEL_EXPORTER_OTLP_ENDPOINT" in missing.err
+
+
+def test_a_redirection_and_rejected_spans_are_no_success(
+    call: Call, run: RunFolder, collector: Collector
+) -> None:
+    """The exporter counts both as sent: a login page in front of a collector takes nothing."""
+    collector.status = 302
+    moved = call("trace", "gpt")
+    assert moved.status == 4, moved.out
+    collector.status = 200
+    answer = ExportTraceServiceResponse()
+    answer.partial_success.rejected_spans = 3
+    answer.partial_success.error_message = "too old"
+    collector.answer = answer.SerializeToString()
+    rejected = call("trace", "gpt")
+    assert rejected.status == 4
+    assert "rejected 3 spans: too old" in rejected.err
+    collector.answer = b"<html>sign in</html>"
+    assert call("trace", "gpt").status == 4
