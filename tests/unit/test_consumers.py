@@ -210,6 +210,24 @@ def test_an_evaluation_reports_metrics_and_keeps_its_checkpoint(tmp_path: Path) 
     assert world.states(10) == ["due", "started", "done"]
 
 
+def test_a_pin_from_a_machine_whose_clock_is_behind_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, {**python(""), "event": "pin"})
+    world.commit(10, 20)
+    with JournalWriter(world.paths.journal_of("ann")) as journal:
+        journal.append(EventKind.PINNED, checkpoint=name_of(10))
+    assert world.finish()[10].state is ConsumerState.DONE
+    now = time.time()
+    monkeypatch.setattr("holdfast.contracts.disk.journal.time.time", lambda: now - 3600)
+    with JournalWriter(world.paths.journal_of("bob")) as journal:
+        journal.append(EventKind.PINNED, checkpoint=name_of(20))
+    monkeypatch.undo()
+    world.tend()
+    assert 20 in world.uses()
+    world.finish()
+
+
 def test_a_failure_is_tried_again_within_its_retries(tmp_path: Path) -> None:
     world = World(tmp_path, {**python("import sys; print('no data'); sys.exit(3)"), "retries": 1})
     world.commit(10)
