@@ -238,7 +238,9 @@ def test_a_failure_is_tried_again_within_its_retries(tmp_path: Path) -> None:
     assert world.paths.consumer(2).log.read_text() == "no data\n"
 
 
-@pytest.mark.parametrize("written", ['{"a": "high"}', "[1]", "{", '{"a": true}', '{"a b": 1}'])
+@pytest.mark.parametrize(
+    "written", ['{"a": "high"}', "[1]", "{", '{"a": true}', '{"a b": 1}', '{"a": 1e400}']
+)
 def test_metrics_that_are_none_are_a_failure(tmp_path: Path, written: str) -> None:
     program = f"import os; open(os.environ['HOLDFAST_METRICS_FILE'], 'w').write({written!r})"
     world = World(tmp_path, {**python(program), "retries": 0})

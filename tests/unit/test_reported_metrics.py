@@ -94,6 +94,7 @@ def test_the_index_and_the_command_show_them(call: Call, run: RunFolder) -> None
     [
         ("accuracy", "expected NAME=NUMBER"),
         ("accuracy=high", "expected NAME=NUMBER"),
+        ("accuracy=-1e400", "-1e400: expected a number between"),
         ("loss=2", "loss is given twice"),
         ("=1", "expected the name of a metric"),
         ("a b=1", "expected the name of a metric"),

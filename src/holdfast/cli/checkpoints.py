@@ -28,7 +28,7 @@ from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.disk.paths import checkpoint_id, has_spec, plain_checkpoint
 from holdfast.contracts.errors import ForeignFileError, NotFoundError, SpecError
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.records.reported import report, require_metrics
+from holdfast.contracts.records.reported import read_number, report, require_metrics
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.workers.checkpoints import exports
 from holdfast.workers.checkpoints.exports import Dtype, ExportFormat
@@ -110,7 +110,9 @@ def _metric_in(word: str) -> tuple[str, float]:
     """Return the name and the number of an argument such as `accuracy=0.91`."""
     name, equals, text = word.partition("=")
     try:
-        value = float(text)
+        value = read_number(text)
+    except SpecError:
+        raise
     except ValueError:
         equals, value = "", 0.0
     if not equals:

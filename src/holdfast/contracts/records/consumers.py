@@ -22,7 +22,7 @@ from holdfast.contracts.disk.paths import ConsumerPaths
 from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import ForeignFileError, SpecError
 from holdfast.contracts.records.attempt import Document
-from holdfast.contracts.records.reported import require_metrics
+from holdfast.contracts.records.reported import read_number, require_metrics
 
 METRICS_BYTES_MAX: Final = 1 << 20
 
@@ -136,7 +136,9 @@ def read_metrics(paths: ConsumerPaths) -> dict[str, float]:
     except (OSError, ForeignFileError) as error:
         raise SpecError(f"its metrics cannot be read: {error}") from error
     try:
-        found: Any = json.loads(content)
+        found: Any = json.loads(content, parse_float=read_number)
+    except SpecError:
+        raise
     except (ValueError, RecursionError) as error:
         raise SpecError(f"its metrics are not JSON: {error}") from error
     if not isinstance(found, dict):

@@ -58,6 +58,15 @@ def require_metrics(given: Mapping[str, Any]) -> dict[str, float]:
     return {_name(name): _number(name, value) for name, value in given.items()}
 
 
+def read_number(text: str) -> float:
+    """Return the number in a text. Raises `ValueError`, and `SpecError` for one above 1e308."""
+    value = float(text)
+    # Only a word says infinity.
+    if math.isinf(value) and any(one.isdecimal() for one in text):
+        raise SpecError(f"{text[:_SHOWN]}: expected a number between -1e308 and 1e308")
+    return value
+
+
 def _name(name: Any) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise SpecError(
