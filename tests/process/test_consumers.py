@@ -76,6 +76,8 @@ def test_evaluations_choose_the_best_checkpoint_of_a_run(
         on=(
             {"name": "eval", "command": evaluation},
             {"name": "weights", "command": weights, "event": "end", "export": "torch"},
+            # It works until after the run's end, and keeps a checkpoint that no rule keeps.
+            {"name": "late", "command": ["sleep", "8"], "every_steps": 30},
             {"name": "broken", "command": ["/nonexistent"], "every_steps": 40, "retries": 0},
         ),
     )
@@ -92,7 +94,8 @@ def test_evaluations_choose_the_best_checkpoint_of_a_run(
     }
     evaluated = {("eval", step): ConsumerState.DONE for step in (10, 20, 30, 40)}
     last = {("weights", 40): ConsumerState.DONE, ("broken", 40): ConsumerState.GIVEN_UP}
-    assert uses == {**evaluated, **last}
+    assert uses == {**evaluated, **last, ("late", 30): ConsumerState.DONE}
+    assert [one.step for one in run.paths.list_checkpoint_names()] == [20, 40]
     assert len(history.attempts) == 1
     found = {name: one["distance"] for name, one in reported_metrics(history.events).items()}
     assert sorted(found.values()) == [0, 10, 10, 20]

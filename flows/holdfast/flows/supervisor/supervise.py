@@ -357,9 +357,12 @@ class Supervisor:
         self._warned.discard("consumers")
         for message in turn.messages:
             self.log.info("%s", message)
-        if turn.has_new:
-            # Otherwise pruning would not know that they are needed.
+        if turn.has_new or turn.has_closed:
+            # Otherwise pruning would not know what is needed.
             history = self._history.load()
+        if turn.has_closed:
+            # After the run's end, nobody else deletes what the last consumer kept.
+            self._pruned_at, self._prune_after = -1, 0.0 if has_ended else self._prune_after
         if wait_s is None:
             return (SOON_S if turn.is_open else None), history
         return min(wait_s, CONSUMER_S), history

@@ -70,11 +70,13 @@ STUCK_S: Final = 600.0
 class ConsumerTurn:
     """What one turn did. With `is_open`, a consumer works or is due; `messages` are for the log.
 
-    With `has_new`, checkpoints became due, which the history of this turn does not know yet.
+    With `has_new`, checkpoints became due, and with `has_closed`, some are no longer needed. The
+    history of this turn does not know either yet.
     """
 
     is_open: bool
     has_new: bool
+    has_closed: bool
     messages: tuple[str, ...]
 
 
@@ -97,6 +99,7 @@ class Consumers:
         uses = uses_in(history.lines.of_kinds(EventKind.CONSUMER))
         wanted = {one.name: one for one in history.spec.on}
         self._messages = []
+        before = [key for key, one in uses.items() if one.state.is_open]
         has_new = self._find_due(history, uses, journal)
         self._reap()
         for use in [one for one in uses.values() if one.state is ConsumerState.STARTED]:
@@ -104,7 +107,8 @@ class Consumers:
         for use in consumers.find_startable(open_uses(uses), time.time()):
             self._start(history, use, wanted.get(use.consumer), uses, journal)
         is_open = any(one.state.is_open for one in uses.values())
-        return ConsumerTurn(is_open, has_new, tuple(self._messages))
+        has_closed = not all(uses[key].state.is_open for key in before)
+        return ConsumerTurn(is_open, has_new, has_closed, tuple(self._messages))
 
     # What is due.
 
