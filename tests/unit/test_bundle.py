@@ -209,6 +209,26 @@ def test_an_archive_has_a_bounded_size() -> None:
         assert tar.getnames() == ["f/MANIFEST.json", "f/one.txt"]
 
 
+def test_what_consumers_printed_is_included_without_secrets(
+    call: Call, ended_run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundles, "CONSUMERS_MAX", 2)
+    for number in (1, 2, 3):
+        start = ended_run.consumer(number)
+        start.directory.mkdir(parents=True)
+        order = {"consumer": "eval", "parameters": {"api_token": "plainhubtoken"}}
+        start.order.write_text(json.dumps(order))
+        start.log.write_text(f"evaluation {number} got plainhubtoken\n")
+    out = tmp_path / "out.tar.gz"
+    assert call("bundle", "kelp", "--out", out).status == 0
+    found = contents(out)
+    assert found["consumers/0003/output.log"] == f"evaluation 3 got {13 * '*'}\n"
+    assert json.loads(found["consumers/0002/order.json"])["consumer"] == "eval"
+    assert not [name for name in found if name.startswith("consumers/0001")]
+    assert "only the newest 2 starts" in found["MANIFEST.json"]
+    assert not [name for name, text in found.items() if "plainhubtoken" in text]
+
+
 def test_a_secret_that_one_file_reveals_is_removed_from_all(tmp_path: Path) -> None:
     """A program prints a token without its name, and another file says what it is."""
     token, harmless = "qX7rT2mW9kLp4", "step-0000000100-01J9ZK3V"

@@ -22,7 +22,7 @@ from urllib.parse import quote, quote_plus
 
 from holdfast.contracts import errors, redaction
 from holdfast.contracts.disk.journal import EventKind
-from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
+from holdfast.contracts.disk.paths import AttemptPaths, ConsumerPaths, RunPaths
 from holdfast.contracts.disk.rank_logs import rank_logs
 from holdfast.contracts.disk.reading import open_regular, read_bounded
 from holdfast.contracts.records.attempt import RunRecord, Submission, read_document
@@ -35,9 +35,11 @@ DOCUMENT_BYTES_MAX: Final = 1024 * 1024
 JOURNAL_BYTES_MAX: Final = 4 * 1024 * 1024
 STACK_BYTES_MAX: Final = 512 * 1024
 LOG_BYTES_MAX: Final = 128 * 1024
+CONSUMER_BYTES_MAX: Final = 64 * 1024
 # Of each attempt, by name. A folder of another user may contain any number of files.
 FILES_OF_A_KIND_MAX: Final = 512
 ATTEMPTS_MAX: Final = 50
+CONSUMERS_MAX: Final = 50
 JOBS_MAX: Final = 20
 SLURM_S: Final = 10.0
 # The newest attempts say why a run fails, so older ones have their documents and journals only.
@@ -61,7 +63,7 @@ PACKAGES: Final = (
 # The attempt's documents. `channel.json` and the addresses of flushers contain keys.
 DOCUMENTS: Final = (
     *("request.json", "submission.json", "submitting.json", "missing.json", "claim.json"),
-    *("stop.json", "drained.json", "outcome.json", "restart.json", "verdict.json"),
+    *("order.json", "stop.json", "drained.json", "outcome.json", "restart.json", "verdict.json"),
     *("terms/*.json", "launches/*.json", "launches/*/shards-*.json", "heartbeats/*.json"),
 )
 # Every file of these folders is left out, for the reason.
@@ -292,7 +294,9 @@ def make_bundle(paths: RunPaths) -> Bundle:
     attempts = paths.list_attempts()
     unlisted: list[tuple[str, object]] = []
     documents = {"spec.json": record.model_dump(mode="json")}
-    documents |= _documents(paths, attempts[-ATTEMPTS_MAX:], unlisted)
+    consumers = _newest_consumers(paths)
+    folders: list[AttemptPaths] = [*reversed(attempts[-ATTEMPTS_MAX:]), *consumers]
+    documents |= _documents(paths, folders, unlisted)
     secrets = {*known_secrets(record.spec, paths)}
     for document in documents.values():
         secrets |= {
@@ -311,6 +315,7 @@ def make_bundle(paths: RunPaths) -> Bundle:
     _add_slowness(archive, paths, attempts)
     _add_slurm(archive, paths, attempts)
     _add_stacks_and_logs(archive, paths, attempts)
+    _add_consumer_logs(archive, paths, consumers)
     unknown = unknown_secrets(record.spec, paths)
     about = {
         "format": FORMAT,
@@ -325,12 +330,12 @@ def make_bundle(paths: RunPaths) -> Bundle:
 
 
 def _documents(
-    paths: RunPaths, attempts: list[AttemptPaths], left_out: list[tuple[str, object]]
+    paths: RunPaths, folders: Iterable[AttemptPaths], left_out: list[tuple[str, object]]
 ) -> dict[str, Any]:
-    """Return the JSON documents of attempts and successors by name, newest attempt first."""
+    """Return the JSON documents by name: of the newest successor, and of `folders`."""
     found: dict[str, Any] = {}
     newest = paths.newest_successor()
-    for one in [*([newest] if newest else []), *reversed(attempts)]:
+    for one in [*([newest] if newest else []), *folders]:
         for pattern in DOCUMENTS:
             for path in _listed(one.directory, pattern):
                 name = path.relative_to(paths.directory).as_posix()
@@ -342,6 +347,26 @@ def _documents(
                 except (OSError, errors.ForeignFileError, ValueError, RecursionError) as error:
                     left_out.append((name, error))
     return found
+
+
+def _newest_consumers(paths: RunPaths) -> list[ConsumerPaths]:
+    """Return the newest starts of consumers, newest first."""
+    newest = paths.newest_consumer()
+    return [paths.consumer(number) for number in range(newest, max(0, newest - CONSUMERS_MAX), -1)]
+
+
+def _add_consumer_logs(
+    archive: Archive, paths: RunPaths, consumers: Sequence[ConsumerPaths]
+) -> None:
+    """Add the ends of what consumers printed."""
+    for one in consumers:
+        for path in (one.log, one.directory / "process.log"):
+            name = path.relative_to(paths.directory).as_posix()
+            archive.add_end(name, path, CONSUMER_BYTES_MAX, below=paths.directory)
+    older = paths.newest_consumer() - len(consumers)
+    if older > 0:
+        reason = f"only the newest {CONSUMERS_MAX} starts are included, and {older} are older"
+        archive.leave_out("consumers", reason)
 
 
 def _listed(folder: Path, pattern: str) -> Iterator[Path]:
