@@ -135,7 +135,8 @@ _HEADER: Final = _pattern(
     rf"""(?im)^[^\n:"'\\]{{0,40}}\b{_HEADER_NAMES}(?P<value>[^\n]{{4,4096}})"""
 )
 _QUOTED_HEADER: Final = _pattern(
-    rf"""(?im)(?:(?:^|(?<=\\n))[^\n:]{{0,40}}\b|(?<=\\n)){_HEADER_NAMES}(?P<value>[^\n"'\\]{{4,4096}})"""
+    rf"(?im)(?:(?:^|(?<=\\n))[^\n:]{{0,40}}\b|(?<=\\n)){_HEADER_NAMES}"
+    r"""(?P<value>[^\n"'\\]{4,4096})"""
 )
 _PASS_OPTION: Final = _pattern(
     r"\b(?:sshpass\s{1,3}-p\s{0,3}|mysql[a-z]{0,9}\s(?:[^\n]{0,200}?\s)?-p)"

@@ -200,7 +200,7 @@ def _group(name: str, calls: Sequence[_Entry], members: tuple[int, ...]) -> Grou
     newest = max(calls, key=_sequence)
     open_ = [call for call in calls if _sequence(call) > done and not _is_done(call)]
     first = min(open_, key=_sequence, default=None)
-    state = first and _state_of_whole(first, calls)
+    state = _state_of_whole(first, calls) if first else None
     return GroupFlight(
         name=name,
         about=_text(_group_of(newest)[1]),

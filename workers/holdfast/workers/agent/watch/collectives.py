@@ -173,7 +173,7 @@ def _wait_in_group(
     waits: _Waits,
 ) -> None:
     """Add who waits for whom in one group. The cost is about that of sorting its members."""
-    # A rank has not reached a later call, whoever is missing in it.
+    # No rank waits in a later call, because none has reached it.
     open_ = {
         rank: one.first
         for rank, one in group.calls.items()
