@@ -136,6 +136,35 @@ def test_an_elastic_run_leaves_a_drained_node(
     assert_left_at_a_boundary(job, way="shrink", drained=["n1"], joined=[], nodes=1)
 
 
+@pytest.mark.parametrize("choices", [[2], [1, 2]], ids=["rigid", "elastic"])
+def test_the_spare_node_is_lost_while_the_ranks_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choices: list[int]
+) -> None:
+    """The plan counted on it: no launch may be smaller than the spec allows."""
+    elastic = {"choices": choices}
+    with PlayedJob(tmp_path, nodes=2, spares=1, elastic=elastic, **slow(tmp_path)) as job:
+        slurm = PlayedController(tmp_path / "slurm", job, monkeypatch)
+        job.run.wait_for_step(job.attempt, 10)
+        # The last save waits for it.
+        flusher = job.flusher_on(1)
+        flusher.suspend()
+        slurm.drain("n1")
+        wait_until(lambda: events(job, EventKind.STOP_AGREED), "the agreement")
+        job.kill_node(2)
+        wait_until(lambda: events(job, EventKind.NODE_LOST), "the loss of the spare node")
+        flusher.resume()
+        (tmp_path / "hurry").touch()
+        assert (job.wait(0), job.wait(1)) == (0, 0)
+    outcome, last = job.run.outcome(job.attempt), launches(job)[-1]
+    if len(choices) > 1:
+        assert (outcome.state, outcome.last_step) == (AttemptState.COMPLETED, STEPS)
+        assert (last["way"], last["nodes"], last["world_size"]) == ("shrink", 1, 1)
+    else:
+        assert outcome.state is AttemptState.NODE_FAILED
+        assert "no size of elastic fits 1 node" in " ".join(outcome.evidence)
+        assert [one.ending for one in outcome.launches] == ["drained"]
+
+
 def test_a_drain_that_cannot_be_followed_is_noted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

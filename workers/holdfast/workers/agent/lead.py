@@ -597,17 +597,25 @@ class Lead:
         plan, is_lost = self._departure.plan, bool(self.group.lost)
         assert plan is not None
         training = [node.name for node in self.group.nodes]
-        slow = self.slow.have_left(plan.leave, training, are_replaced=plan.way == "spare")
+        # Spare nodes may have been lost since the plan.
+        now = losses.plan_without(
+            self.context, nodes=self.nodes, lost=plan.leave, spares=len(self.group.spares)
+        )
+        slow = self.slow.have_left(plan.leave, training, are_replaced=now.way == "spare")
         self.group.release(plan.leave)
         if is_lost:
             return self._may_go_on(ended)
         # Before a node that was left can take the term.
         self.group.term = renew(self.context)
-        self.nodes = plan.nodes
-        joined = self.group.rearrange(plan.nodes)
+        if not now.way:
+            self.verdict = now.reason
+            self._note(f"stop after a drain: {now.reason}")
+            return False
+        self.nodes = now.nodes
+        joined = self.group.rearrange(now.nodes)
         self._change = {
-            "way": plan.way,
-            "nodes": plan.nodes,
+            "way": now.way,
+            "nodes": now.nodes,
             "lost": [],
             "joined": joined,
             "drained": list(plan.leave),
