@@ -13,6 +13,7 @@ from tests.support.flusher_supervisor import FakeRank, SlotHolder, wait_until
 
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths
+from holdfast.trainer.flusher.salvage import LISTS_WAIT_S
 
 NODES = 3
 
@@ -127,6 +128,64 @@ def test_step_that_ranks_overwrote_is_committed_from_the_copies_of_all(nodes: No
     directory = RunPaths(nodes.run).checkpoint(str(CheckpointName(7, 1, 1)))
     for rank in range(NODES):
         assert (directory / f"__{rank}_0.distcp").read_bytes() == content_of(rank, 7)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Nodes]:
+    """Two nodes whose ranks have planned."""
+    made = Nodes(tmp_path / "r", 2)
+    for rank in made.ranks:
+        rank.describe("layer")
+    yield made
+    made.close()
+
+
+def test_node_without_a_snapshot_does_not_keep_the_others_waiting(two: Nodes) -> None:
+    """Its rank died in the first copy of the launch."""
+    two.ranks[0].snapshot(7, content_of(0, 7))
+    two.ranks[1].slots[0].begin(7)
+    began = time.monotonic()
+    two.lose()
+    left = two.await_drained()
+    assert time.monotonic() - began < LISTS_WAIT_S / 4
+    assert [each.of_kind("drained")[0]["is_done"] for each in left] == [True, True]
+    assert committed(two.run) == []
+
+
+def test_node_without_a_snapshot_commits_its_copy(two: Nodes) -> None:
+    two.protect()
+    two.snapshot(7)
+    two.wait_for_copies(7)
+    two.ranks[0].snapshot(8, content_of(0, 8), slot=1)
+    for slot in two.ranks[1].slots:
+        slot.begin(8)
+    two.lose()
+    two.await_drained()
+    assert committed(two.run) == [7]
+
+
+def test_loss_is_not_waited_for_where_a_node_has_no_snapshot(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path / "r", NODES)
+    try:
+        for rank in nodes.ranks:
+            rank.describe("layer")
+        for rank in nodes.ranks[:2]:
+            rank.snapshot(7, content_of(rank.rank, 7))
+        began = time.monotonic()
+        nodes.lose(1)
+        nodes.await_drained(1)
+        assert time.monotonic() - began < LISTS_WAIT_S / 4
+    finally:
+        nodes.close()
+
+
+def test_ranks_that_end_as_planned_list_nothing(two: Nodes) -> None:
+    for rank in two.ranks:
+        rank.leave()
+    for each in two.flushers:
+        each.send("drain", timeout_s=30.0, lost=[])
+    two.await_drained()
+    assert list(two.folder.glob("snapshots-node-*.json")) == []
 
 
 def test_two_lost_nodes_that_are_neighbours_leave_the_checkpoint_on_disk(nodes: Nodes) -> None:

@@ -199,11 +199,18 @@ class FakeRank:
             "writes",
             folder=str(folder),
             node=self.node,
+            nodes=self.nodes,
             local_ranks=self.local_ranks,
             files=[file["path"] for file in self.table(1, 0)["files"]],
             keys=keys[:1],
             keys_total=len(keys),
         )
+
+    def leave(self) -> None:
+        """End as planned, as the close of a session does."""
+        wire.send(self.connection, "leaves")
+        assert wire.receive(self.connection) is not None
+        self.close()
 
     def snapshot(self, step: int, content: bytes, *, slot: int = 0) -> Slot:
         """Store the step's bytes in a slot as a snapshot."""

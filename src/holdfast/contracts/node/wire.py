@@ -14,6 +14,8 @@ Rank → flusher, on the abstract socket whose name is in the file `HOLDFAST_FLU
         No answer; the slot's state has the result.
     hurry {step}
         Training waits: steps up to this one are written at full speed. No answer.
+    leaves {} → left {}
+        The rank ends as planned, and its snapshots are discarded.
 
 Flusher supervisor (the agent, or the session that started the flusher) ↔ flusher, on an inherited
 socket:

@@ -12,6 +12,7 @@ If nodes are lost, every other node also lists the copies of their snapshots tha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -40,17 +41,33 @@ _COPIES = re.compile(r"copies-node-(\d{4,})\.json")
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where nodes agree: in the launch's folder. `node` is this node, of `nodes`."""
+
+    folder: Path
+    node: int
+    nodes: int
+
+    @classmethod
+    def of(cls, table: SlotTable) -> Place:
+        """Return the place for a sealed slot. Raises `SaveError` if its table is malformed."""
+        return cls(launch_folder(table.run, table.checkpoint), table.node, table.nodes)
+
+
+@dataclass(frozen=True)
 class Salvage:
     """The snapshots of a crashed launch on one node.
 
     `groups` are the complete snapshots, newest first. `slots` are all slots with a snapshot. They
     are released when the step to commit has been chosen. All are newer than `committed_step`.
+    Without any snapshot, `slots` are all of the launch, and `place` is known from the ranks' plan.
     """
 
     launch: int
     groups: tuple[StepGroup, ...]
     slots: tuple[SlotKey, ...]
     committed_step: int = -1
+    place: Place | None = None
 
 
 def find_salvage(views: Sequence[SlotView], launch: int, committed_step: int) -> Salvage:
@@ -87,8 +104,18 @@ class Agreed:
     writers: Mapping[int, int] = field(default_factory=dict)
 
 
+def list_nothing(place: Place) -> None:
+    """Tell the other nodes that this node has no snapshot, so that they do not wait for its list.
+
+    If storage fails, they wait.
+    """
+    with contextlib.suppress(OSError):
+        make_directory(place.folder)
+        write_bytes(_list_path(place.folder, place.node), _encode_list(place.node, ()))
+
+
 def agree(
-    table: SlotTable,
+    place: Place,
     steps: Sequence[int],
     *,
     abandoned: Callable[[], str | None],
@@ -97,18 +124,17 @@ def agree(
 ) -> Agreed:
     """Return the step that all nodes commit.
 
-    `table` is the table of any sealed slot. `held_for` returns the steps of a lost node of which
+    `held_for` returns the steps of a lost node of which
     this node has intact copies. Raises `SaveError` on all nodes if one writes no list in time, if
     nobody can write the files of a node in `lost`, or if `abandoned` returns a reason on one of
     them. Raises `OSError` if the folder is not usable.
     """
-    node, nodes = table.node, table.nodes
+    folder, node, nodes = place.folder, place.node, place.nodes
     if nodes == 1:
         return Agreed(newest_common([steps]))
-    folder = launch_folder(table.run, table.checkpoint)
     make_directory(folder)
     # The list is durable and complete before another node can read it.
-    write_bytes(_list_path(folder, node), to_json({"node": node, "steps": list(steps)}))
+    write_bytes(_list_path(folder, node), _encode_list(node, steps))
     timeout_s = LISTS_WAIT_S + delay_s(folder)
     began, listed = time.monotonic(), frozenset[int]()
     lists: dict[int, list[int]] = {node: list(steps)}
@@ -125,6 +151,10 @@ def agree(
             continue
         reason = abandoned()
         if reason is None and node == reader and gone and not silent - gone:
+            if newest_common([own for one, own in lists.items() if one not in gone]) is None:
+                # A node without snapshots lists no copies either.
+                _answer(folder, step=None)
+                continue
             copies = _read_copies(folder, gone)
             silent = set(range(nodes)) - gone - set(copies)
             if not silent:
@@ -238,6 +268,10 @@ def _answer(folder: Path, **answer: Any) -> None:
 
 def _copies_path(folder: Path, node: int) -> Path:
     return folder / f"copies-node-{node:04d}.json"
+
+
+def _encode_list(node: int, steps: Sequence[int]) -> bytes:
+    return to_json({"node": node, "steps": list(steps)})
 
 
 def _list_path(folder: Path, node: int) -> Path:

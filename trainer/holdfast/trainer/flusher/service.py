@@ -17,7 +17,8 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.node import wire
@@ -26,7 +27,7 @@ from holdfast.trainer.flusher.files import Committed, WriteLimit
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import Hints, log
 from holdfast.trainer.flusher.plan import Departures, FlushPlan, SlotKey, StepGroup, plan
-from holdfast.trainer.flusher.salvage import find_salvage
+from holdfast.trainer.flusher.salvage import Place, find_salvage
 from holdfast.trainer.flusher.shards import ShardLists
 from holdfast.trainer.flusher.space_guard import Need, SpaceGuard
 from holdfast.trainer.flusher.writer import Finished, Writer
@@ -100,6 +101,11 @@ class Flusher:
         self._peers: list[RankConnection] = []
         self._held: dict[SlotKey, HeldSlot] = {}
         self._gone: set[tuple[int, int]] = set()
+        # Ranks that closed their sessions, the places of launches by their ranks' plans, and the
+        # launch that this node has salvaged.
+        self._left: set[tuple[int, int]] = set()
+        self._places: dict[int, Place] = {}
+        self._salvaged, self._is_salvaging = 0, False
         self._newest_launch = 0
         self._busy: set[SlotKey] = set()
         self._committed_steps: dict[int, int] = {}
@@ -205,8 +211,15 @@ class Flusher:
             self._release(peer, of_program=bool(message.get("of_program")))
         elif kind == "hurry":
             self._limit.lift(peer.launch, int(message["step"]))
-        elif kind == "writes" and (shards := self._shards.hear(peer.rank, message)):
-            self._writer.put(shards)
+        elif kind == "leaves":
+            self._left.add((peer.launch, peer.local_rank))
+            wire.send(peer.connection, "left")
+        elif kind == "writes":
+            if "nodes" in message:
+                folder, node, nodes = (message[key] for key in ("folder", "node", "nodes"))
+                self._places = {peer.launch: Place(Path(folder), node, nodes)}
+            if shards := self._shards.hear(peer.rank, message):
+                self._writer.put(shards)
 
     def _give_slots(self, peer: RankConnection, message: dict[str, Any]) -> None:
         """Give a rank new slots. Its earlier ones of this kind are released once written."""
@@ -407,11 +420,11 @@ class Flusher:
 
     def _salvage(self) -> None:
         """Queue the salvage of dead ranks' snapshots once all sealed steps are written."""
-        snapshots = self._snapshots()
+        launches = self._snapshots() | self._launches_to_list()
         # A sealed step may be newer than any snapshot, so those are written first.
-        if not snapshots or self._busy or self._writer.finished or self._plan().ready:
+        if not launches or self._busy or self._writer.finished or self._plan().ready:
             return
-        for launch in snapshots:
+        for launch in launches:
             # A living rank may overwrite its snapshot at any moment, see decision 9.
             if launch < self._newest_launch or not self._is_deserted(launch):
                 continue
@@ -422,8 +435,21 @@ class Flusher:
             ]
             committed = self._committed_steps.get(launch, -1)
             found = find_salvage(views, launch, committed)
+            if not found.slots:
+                slots = tuple(view.key for view in views)
+                found = replace(found, slots=slots, place=self._places[launch])
+            self._salvaged, self._is_salvaging = launch, True
             self._busy.update(found.slots)
             self._writer.put(found)
+
+    def _launches_to_list(self) -> set[int]:
+        """Return the launch of several nodes that crashed here, until it is salvaged.
+
+        The other nodes wait for this node's list, also if it has no snapshot: its ranks may have
+        died in the first copy of a launch, or in one into their only slot.
+        """
+        crashed = {launch for launch, _ in self._gone - self._left}
+        return {one for one in crashed & self._places.keys() if one > self._salvaged}
 
     def _snapshots(self) -> set[int]:
         """Return the launches that have snapshots in memory."""
@@ -444,6 +470,9 @@ class Flusher:
         while self._writer.finished:
             result = self._writer.finished.popleft()
             self._busy.difference_update(result.group.slots)
+            self._is_salvaging = self._is_salvaging and not result.is_salvaged
+            if result.is_nothing:
+                continue
             self._results.append(result)
             step, name = result.group.step, result.group.checkpoint
             if result.committed is not None:
@@ -514,7 +543,8 @@ class Flusher:
 
     def _has_work(self) -> bool:
         """Return True while something is sealed or being written."""
-        return bool(self._busy or self._plan().ready or program_files.are_pending(self._held))
+        is_busy = bool(self._busy) or self._is_salvaging
+        return bool(is_busy or self._plan().ready or program_files.are_pending(self._held))
 
     def _is_over(self) -> bool:
         now = time.monotonic()

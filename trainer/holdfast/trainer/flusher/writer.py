@@ -25,7 +25,7 @@ from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import Hints, log
 from holdfast.trainer.flusher.plan import SlotKey, StepGroup
 from holdfast.trainer.flusher.program_files import ProgramFile
-from holdfast.trainer.flusher.salvage import Salvage, agree
+from holdfast.trainer.flusher.salvage import Place, Salvage, agree, list_nothing
 from holdfast.trainer.flusher.shards import ShardList
 from holdfast.trainer.flusher.space_guard import SpaceGuard
 from holdfast.trainer.mirror.worker import MirrorWorker
@@ -42,12 +42,13 @@ NO_WRITERS: Final[Mapping[int, int]] = {}
 
 @dataclass(frozen=True)
 class Finished:
-    """The result of one step, as the writer thread reports it."""
+    """The result of one step, as the writer thread reports it. `is_nothing`: there was none."""
 
     group: StepGroup
     committed: Committed | None
     error: str
     is_salvaged: bool = False
+    is_nothing: bool = False
 
 
 class Writer:
@@ -176,14 +177,20 @@ class Writer:
 
     def _write_salvage(self, found: Salvage) -> Finished:
         """Commit the newest snapshot that all nodes have, and release the others."""
-        newest = max((self._held[key].slot.step for key in found.slots), default=0)
+        copied = self._copied_steps(found)
+        held = [self._held[key].slot for key in found.slots]
+        snapshots = [slot for slot in held if slot.state is SlotState.SNAPSHOT]
+        if not snapshots and not copied and found.place is not None:
+            list_nothing(found.place)
+            group = StepGroup(found.launch, 0, "", found.slots)
+            return Finished(group, None, "", is_salvaged=True, is_nothing=True)
+        newest = max([*(slot.step for slot in snapshots), *copied], default=0)
         nothing = StepGroup(found.launch, newest, f"the snapshot of step {newest}", ())
         result = Finished(nothing, None, "not every rank of every node has sealed a snapshot of it")
         try:
-            table = SlotTable.parse(self._held[found.slots[0]].slot.table)
             agreed = agree(
-                table,
-                sorted({*(g.step for g in found.groups), *self._copied_steps(found)}),
+                found.place or Place.of(SlotTable.parse(snapshots[0].table)),
+                sorted({*(g.step for g in found.groups), *copied}),
                 abandoned=self._abandonment_of(nothing),
                 lost=self._lost_nodes,
                 held_for=lambda owner: self._exchange.held_for(owner, found.launch),
@@ -193,9 +200,9 @@ class Writer:
         except (OSError, HoldfastError, ValueError, KeyError) as problem:
             result = Finished(nothing, None, f"{type(problem).__name__}: {problem}")
         # No rank of this launch is left, so nobody else releases these slots.
-        for key in found.slots:
-            if self._held[key].slot.state is SlotState.SNAPSHOT:
-                self._held[key].slot.state = SlotState.EMPTY
+        for slot in snapshots:
+            if slot.state is SlotState.SNAPSHOT:
+                slot.state = SlotState.EMPTY
         self._exchange.forget()
         group = dataclasses.replace(result.group, slots=found.slots)
         return dataclasses.replace(result, group=group, is_salvaged=True)

@@ -550,6 +550,7 @@ class Saver:
         self.complete_copy()
         if is_orderly:
             self.engine.discard_snapshots()
+            self.engine.connection.leave()
         self.files.close()
         self.engine.close()
 

@@ -212,6 +212,7 @@ class FlusherConnection:
             "writes",
             folder=str(folder.absolute()),
             node=who.node,
+            nodes=who.nodes,
             local_ranks=who.local_ranks,
             files=[place.path for place in files_of(layout, 0)],
             keys=[key[:KEY_CHARACTERS_MAX] for key in named],
@@ -224,6 +225,16 @@ class FlusherConnection:
         with contextlib.suppress(OSError):
             if self._connection is not None:
                 wire.send(self._connection, kind, **data)
+
+    def leave(self) -> None:
+        """Tell the flusher that this rank ends as planned, and wait until it has heard that.
+
+        Otherwise it tells the other nodes which snapshots this node has.
+        """
+        self.keep_up()
+        if self._connection is not None and self._identity.nodes > 1:
+            with contextlib.suppress(SaveError):
+                self._ask("leaves")
 
     def keep_up(self) -> None:
         """Reconnect if the flusher was restarted, so that it can detect this rank's death."""
