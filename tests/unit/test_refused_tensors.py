@@ -286,3 +286,14 @@ def test_a_gradient_of_another_dtype_trains_as_without_a_session(tmp_path: Path)
             session.close()
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("made", [torch.ones_like, lambda p: [torch.ones_like(p), 0]])
+def test_an_optimizer_s_state_that_is_no_mapping_is_refused(
+    tmp_path: Path, made: Callable[[torch.Tensor], Any]
+) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight] = made(model.weight)
+    with pytest.raises(CheckpointError, match=r"optimizer\.state\.weight: .*; expected a dict"):
+        Session(model, optimizer, directory=tmp_path)

@@ -260,8 +260,13 @@ class OptimizerState:
 
         It does the same as `_gather_one` for each parameter, in a few calls for all of them.
         """
-        states = [state.get(parameter) or {} for parameter in parameters]
-        values = list(chain.from_iterable(its.values() for its in states))
+        try:
+            states = [state.get(parameter) or {} for parameter in parameters]
+            values = list(chain.from_iterable(its.values() for its in states))
+        except (AttributeError, TypeError, RuntimeError):
+            # Found only now, so that usual states are not examined one by one at each save.
+            self._refuse_states(owners, parameters, state)
+            raise
         if not SIMPLE.issuperset(map(type, values)):
             return False
         # A tensor beside a sharded parameter may be a part of its own, unless it is a scalar.
@@ -285,6 +290,19 @@ class OptimizerState:
             return False
         found.update(zip(kept[2], values, strict=True))
         return True
+
+    def _refuse_states(
+        self, owners: list[str], parameters: Sequence[torch.Tensor], state: Mapping[Any, Any]
+    ) -> None:
+        """Raise `CheckpointError` if the state of a parameter is no mapping."""
+        for owner, parameter in zip(owners, parameters, strict=True):
+            value = state.get(parameter, {})
+            if not isinstance(value, Mapping):
+                raise CheckpointError(
+                    f"optimizer.{STATE}.{owner}: the state that {type(self._optimizer).__name__} "
+                    f"has of this parameter is a {type(value).__name__}; expected a dict, as "
+                    'self.state[p] = {"momentum": …}'
+                )
 
     def wanted(
         self,
