@@ -190,6 +190,21 @@ class Bounded(Case):
         return found.square().mean()
 
 
+class Evaluated(Case):
+    """A few rows that change through `.data`, and an evaluation right after the first copy."""
+
+    def train(self, session: Session, step: int) -> None:
+        if step == EVERY + 1:
+            with session.phase("eval"), torch.no_grad():
+                self.loss(0)
+        super().train(session, step)
+
+    def update(self, session: Session) -> None:
+        # None of them has a word that is compared after a late copy.
+        self.model.get_parameter("0.weight").data[5:9] *= 0.5
+        super().update(session)
+
+
 class Compiled(Case):
     """A compiled optimizer step, which runs no hooks."""
 

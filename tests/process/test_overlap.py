@@ -24,10 +24,10 @@ STEPS = 12
 QUICK: Final = ("Fused", "Norm", "Averaged", "ByData", "LaterByHand")
 MORE: Final = (
     *("Case", "Momentum", "Accumulated", "AccumulatedOver", "Two", "Announced", "ByHand"),
-    *("Bounded", "Compiled", "LaterByData", "LaterBounded", "LaterCompiled"),
+    *("Bounded", "Compiled", "Evaluated", "LaterByData", "LaterBounded", "LaterCompiled"),
 )
-CHANGING: Final = ("ByHand", "ByData", "Bounded", "Compiled")
-LATER: Final = tuple(f"Later{name}" for name in CHANGING)
+CHANGING: Final = ("ByHand", "ByData", "Bounded", "Compiled", "Evaluated")
+LATER: Final = tuple(one for one in MORE + QUICK if one.startswith("Later"))
 
 
 def marked(names: tuple[str, ...]) -> list[Any]:

@@ -129,11 +129,14 @@ class CheckpointEngine:
         """True from a copy that is a trial until `end_trial`."""
         return self._trial is not None
 
-    def end_trial(self) -> bool | None:
-        """Return whether tensors are as the last copy that was a trial found them, None without."""
+    def end_trial(self, *, is_over: bool = True) -> bool | None:
+        """Return whether tensors are as the last copy that was a trial found them, None without.
+
+        Without `is_over`, drop the trial: the program has not had a step to change them in.
+        """
         with self._completing:
             trial, self._trial = self._trial, None
-            return None if trial is None else trial.finish()
+            return trial.finish() if trial is not None and is_over else None
 
     def prepare(self, state: dict[str, Any], *, timeout_s: float = SAVE_TIMEOUT_S) -> None:
         """Plan for states like `state` and allocate the slots, so that the next save is ordinary.

@@ -343,14 +343,18 @@ class Saver:
         self._measure(blocked_s - self._waited_s)
         self._recorder.event(EventKind.STAGED, blocked_s=round(blocked_s, 6), **facts)
 
-    def complete_copy(self) -> None:
+    def complete_copy(self, *, is_update: bool = False) -> None:
         """Complete a copy that continues, and seal it. Then the tensors of the state may change.
 
-        If they have changed meanwhile, the image is thrown away, and later saves copy at once.
+        If they have changed meanwhile, the image is thrown away, and later saves copy at once. Set
+        `is_update` before an optimizer steps, before an update by hand and at the end of a step.
+        Only there a trial is over. Elsewhere, such as before an evaluation, it has seen too little
+        of the step, so the next copy is the trial.
         """
         if not self.is_copying:
             return
-        done, is_steady = self.engine.complete_copy(), self.engine.end_trial()
+        done = self.engine.complete_copy()
+        is_steady = self.engine.end_trial(is_over=is_update)
         # Only now: another thread that steps an optimizer waits above until then.
         self.is_copying = False
         if is_steady is not None:
@@ -598,7 +602,7 @@ class UpdateHook:
             its = held()
             # A forked child has the copy, and not the thread that makes it.
             if its is not None and its.is_copying and forks.count == owner:
-                its.complete_copy()
+                its.complete_copy(is_update=True)
 
         self._handle = register_optimizer_step_pre_hook(complete)
 

@@ -156,7 +156,7 @@ class Loop:
             step, pace, saver = self._position.finish_step(), self._pace, self._saver
             is_flushing, now = saver.is_flushing, time.monotonic()
             if saver.is_copying:
-                saver.complete_copy()
+                saver.complete_copy(is_update=True)
             pace.meter.leave(now, is_flushing=is_flushing)
             if self._flags is not None and now >= self._flags.due_at:
                 self._look_at_signals(now)

@@ -469,7 +469,7 @@ class Session(StreamMethods):
         program changes parameters or the state of an optimizer in another way, such as by hand or
         by a compiled optimizer. It does nothing if no copy is under way.
         """
-        self._saver.complete_copy()
+        self._saver.complete_copy(is_update=True)
 
     @while_open
     @contextlib.contextmanager
