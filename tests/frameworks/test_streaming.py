@@ -5,6 +5,7 @@ The package has an environment of its own, which the first test makes: infra/set
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections import Counter
@@ -18,6 +19,8 @@ from tests.frameworks.test_streams import FRAMEWORKS, KILLED
 from tests.process.stream_program import EPOCHS, GLOBAL_BATCH
 from tests.process.test_streaming import by_step, shared_memory
 from tests.support.streaming_package import ROOT, environment, write_shards
+
+from holdfast.trainer.frameworks.streamed import EVALUATED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -50,19 +53,24 @@ class StreamingRuns(StreamRuns):
         data.symlink_to(self._data)
 
     def run(self, name: str, launches: str) -> str:
-        """Run a program whose file locks are in the folder."""
-        where = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [self._python, "-m", f"tests.{name}", launches],
-            cwd=ROOT,
-            env={**os.environ, **where},
-            capture_output=True,
-            text=True,
-            timeout=LAUNCHES_S,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        """Run a program of `tests`. Return its output."""
+        return run_text(self._python, self._folder, f"tests.{name}", launches)
+
+
+def run_text(python: str, folder: Path, *command: str) -> str:
+    """Run a module whose file locks are in `folder`. Return what it printed."""
+    where = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [python, "-m", *command],
+        cwd=ROOT,
+        env={**os.environ, **where},
+        capture_output=True,
+        text=True,
+        timeout=LAUNCHES_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr + done.stdout
 
 
 def cells() -> Iterator[Any]:
@@ -97,3 +105,16 @@ def test_a_streaming_dataset_continues_to_the_bit_and_in_its_own_order_at_anothe
     if framework != "accelerate" or "config" in more:
         assert by_step(runs.resized) == by_step(runs.whole)
     assert shared_memory() == before
+
+
+def test_an_evaluation_over_the_dataset_of_the_training_is_refused(
+    python: str, data: Path, tmp_path: Path
+) -> None:
+    """With Lightning, before the first step. With the others, when the evaluation begins."""
+    program = "tests.frameworks.streaming_refusals"
+    said = run_text(python, tmp_path, program, str(data), str(tmp_path))
+    found = json.loads(said.splitlines()[-1])
+    assert len(found) == 13
+    for name, error in found.items():
+        expected = "no error" if name.endswith("another") else f"SpecError: {EVALUATED}"
+        assert error == expected, name

@@ -200,6 +200,11 @@ class ElasticDistributedSampler(Sampler[int]):
         return _until(within, epoch, self.order)
 
 
+def is_of_grain(item: object) -> bool:
+    """Return True for an object of the package `grain`, or of a class below one."""
+    return any(kind.__module__.startswith("grain.") for kind in type(item).__mro__)
+
+
 def check_order(loader: object, is_saved: Callable[[object], bool]) -> int:
     """Return how many batches of a loader are one step, which is 1 without a session's sampler.
 
@@ -215,6 +220,14 @@ def check_order(loader: object, is_saved: Callable[[object], bool]) -> int:
         if isinstance(each, ElasticSampler):
             return 1
     kind = type(loader).__name__
+    if is_of_grain(loader):
+        if not is_saved(loader):
+            raise SpecError(
+                f"no checkpoint has the place of this {kind} of grain, so a resume would begin "
+                "again with its first samples; loop over its iterator, batches = iter(...), and "
+                'pass that to Session as per_rank={"batches": batches}, for one number of ranks'
+            )
+        return 1
     if callable(getattr(loader, "load_state_dict", None)):
         if not is_saved(loader):
             raise SpecError(

@@ -12,6 +12,7 @@ from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.data_generators import DataGenerators, owners_of
 from holdfast.trainer.session.streaming import PASSED_ON
 from holdfast.trainer.streams.convert import StreamDataset, as_source, is_streaming_dataset
+from holdfast.trainer.streams.mosaic import is_read
 
 WAY_OUT: Final = (
     "give the dataset the methods shards() and open(shard, position), wrap a source of "
@@ -23,6 +24,12 @@ EVALUATED: Final = (
     "another StreamingDataset for it"
 )
 _ADAPTED: Final = ("datasets", "webdataset")
+
+
+def check_evaluated(dataset: Any) -> None:
+    """Raise `SpecError` for an evaluation over a dataset that a session reads for training."""
+    if is_read(dataset):
+        raise SpecError(EVALUATED)
 
 
 def is_stream(loader: Any) -> bool:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.topology import FIXED
+from holdfast.trainer.data.sampler import is_of_grain
 from holdfast.trainer.process import devices
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.names import Named, Views, as_buffer, copy_unless_same, find_named
@@ -39,7 +40,7 @@ _LENGTH_BYTES: Final = 8
 # A loader may lie anywhere in an object that saves it. More parts than these are data.
 PARTS_MAX: Final = 10_000
 # The state of these classes is one rank's share of the data, so it is invalid at other world sizes.
-_OF_ONE_RANK: Final = "torchdata."
+_OF_ONE_RANK: Final = ("torchdata.", "grain.")
 # Samplers of torch and torchdata that draw an order when their iteration begins. That of torchdata
 # 0.11 for several ranks does not save the epoch: https://github.com/meta-pytorch/data/issues/1513
 _DRAWING: Final = (
@@ -95,6 +96,20 @@ class NumpyGenerator:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.generator.bit_generator.state = state_dict["state"]
+
+
+@dataclass(frozen=True)
+class GrainIterator:
+    """An iterator of the package `grain` as an object with a state, which is a dict or JSON."""
+
+    iterator: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        # An iterator may continue to change what it returned.
+        return {"state": copy.deepcopy(self.iterator.get_state())}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.iterator.set_state(state_dict["state"])
 
 
 def is_excluded(name: str, exclude: Collection[str]) -> bool:
@@ -420,6 +435,8 @@ def _stateful(name: str, item: Any) -> Stateful:
         return TorchGenerator(item)
     if isinstance(item, np.random.Generator):
         return NumpyGenerator(item)
+    if is_of_grain(item):
+        return _grain_iterator(name, item)
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
         _check_samplers(name, item)
         if is_of_one_rank(item):
@@ -432,6 +449,17 @@ def _stateful(name: str, item: Any) -> Stateful:
     if isinstance(item, Sampler | DistributedSampler | DataLoader):
         instead = f"its position in the data would be lost. {_ELASTIC}"
     raise CheckpointError(f"extra {name!r}: a {kind} has no state to save; {instead}")
+
+
+def _grain_iterator(name: str, item: Any) -> GrainIterator:
+    """Return an iterator with its state. Raises `CheckpointError` for what makes iterators."""
+    if not (hasattr(item, "get_state") and hasattr(item, "set_state")):
+        raise CheckpointError(
+            f"extra {name!r}: a {type(item).__name__} of grain has no place in the data, only its "
+            f"iterator has one; read batches = iter(...) yourself, and pass it as "
+            f"per_rank={{{name!r}: batches}}"
+        )
+    return GrainIterator(item)
 
 
 def _holds(owners: Sequence[Any], item: object) -> bool:

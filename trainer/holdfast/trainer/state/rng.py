@@ -45,6 +45,12 @@ def note() -> NotedGenerators:
     return NotedGenerators(_read_python(), _read_numpy(), torch.default_generator.get_state())
 
 
+def is_equal(one: NotedGenerators, other: NotedGenerators) -> bool:
+    """Return True if two notes have the same states, so nothing was drawn between them."""
+    found = as_tensors(other)
+    return all(torch.equal(state, found[kind]) for kind, state in as_tensors(one).items())
+
+
 class _Reader(Generic[State]):
     """Reads a generator's state, and only again when the generator's memory has changed.
 

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
@@ -368,7 +369,8 @@ class HuggingFaceStream(Source):
         part = self.part(shard)
         for node in _nodes_below(part._ex_iterable, 0):
             if type(node).__name__ == _FUNCTION:
-                node.generate_examples_fn = SeededRead(node.generate_examples_fn)
+                first = partial(_left_out, node)
+                node.generate_examples_fn = SeededRead(node.generate_examples_fn, first)
         return _after(position, part)
 
     def part(self, shard: str) -> Any:
@@ -380,6 +382,12 @@ def _after(position: Any, part: Any) -> Iterator[tuple[Any, Any]]:
     if position is not None:
         part.load_state_dict(position)
     return ((sample, part.state_dict) for sample in part)
+
+
+def _left_out(node: Any) -> int:
+    """Return how many samples a node leaves out of what its function is about to give."""
+    # Only a node that is iterated over has a state.
+    return int((node._state_dict or {}).get("shard_example_idx", 0))
 
 
 def from_hugging_face(given: Any) -> HuggingFaceStream:
@@ -485,6 +493,14 @@ def as_source(given: Any) -> Source:
             f"source={type(given).__name__}: it divides its samples itself, so it is no source of "
             "shards; pass it to session.stream, or as the dataset of a framework's loader, without "
             "StreamDataset"
+        )
+    if "grain" in packages:
+        raise TypeError(
+            f"source={type(given).__name__} of grain: its state belongs to one number of ranks, so "
+            "no other number can share the rest of it. For this number, pass its iterator to "
+            'Session, batches = iter(...) and per_rank={"batches": batches}, and loop over '
+            "them. For any number, give session.stream the files, as TextLines or TarShards, or give "
+            "a DataLoader over the MapDataset the session.sampler"
         )
     if "torchdata" in packages:
         raise TypeError(

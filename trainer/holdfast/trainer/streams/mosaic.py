@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakSet
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -38,6 +39,13 @@ _FIXED: Final = (
 _KEPT: Final = ("num_canonical_nodes", "shuffle_seed", "initial_physical_nodes")
 # Ways to make batches that Streaming continues at any number of ranks, and after any batch.
 _BATCHING: Final = "random"
+# Datasets whose place belongs to a session's loader.
+_READ: Final[WeakSet[Any]] = WeakSet()
+
+
+def is_read(dataset: Any) -> bool:
+    """Return True if a session's loader has begun to read a dataset."""
+    return any(each is dataset for each in _READ)
 
 
 class StreamingLoader:
@@ -144,6 +152,7 @@ class StreamingLoader:
     def _seek(self) -> None:
         """Tell the dataset where its next iteration begins. All ranks call this together."""
         dataset = self._dataset
+        _READ.add(dataset)
         state = {"epoch": self.epoch, "sample_in_epoch": self._samples, **self._streaming_state()}
         # The ranks of a node share the memory that the next call writes and the last one has read.
         self._ranks.largest([0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -135,7 +136,11 @@ class Counted(Source):
     """
 
     def __init__(self, names: Sequence[str], read: Callable[[str], Iterable[Any]]) -> None:
-        """`read` gets a shard's name and iterates over its samples, the same at each call."""
+        """`read` gets a shard's name and iterates over its samples, the same at each call.
+
+        It may draw random numbers. If it restores the generators afterwards, as `fork_rng` of torch
+        does, it must seed them before it draws.
+        """
         self._names, self._read = sized(names), read
 
     def shards(self) -> Sequence[str]:
@@ -148,12 +153,14 @@ class Counted(Source):
 
     def open_seeded(self, shard: str, position: Any) -> Iterator[tuple[Any, Any]]:
         """Do the same with random numbers in `read` that are the same at each position."""
-        return _after(position, SeededRead(self._read)(self._names[shard]))
+        read = SeededRead(self._read, lambda: int(position or 0))
+        return _after(position, read(self._names[shard]))
 
 
 def _after(position: Any, samples: Iterable[Any]) -> Iterator[tuple[Any, int]]:
     first = int(position or 0)
-    return ((sample, number) for number, sample in enumerate(samples, 1) if number > first)
+    rest = islice(samples, first, None)
+    return ((sample, number) for number, sample in enumerate(rest, first + 1))
 
 
 def sized(names: Sequence[str]) -> dict[str, str]:

@@ -51,9 +51,16 @@ from holdfast.trainer.frameworks.lightning.global_batch import (
     sampler_of,
 )
 from holdfast.trainer.frameworks.session import FrameworkSession
-from holdfast.trainer.frameworks.streamed import WAY_OUT, has_shards, is_stream, stream_arguments
+from holdfast.trainer.frameworks.streamed import (
+    EVALUATED,
+    WAY_OUT,
+    has_shards,
+    is_stream,
+    stream_arguments,
+)
 from holdfast.trainer.state import rng
 from holdfast.trainer.state.objects import check_kept_workers
+from holdfast.trainer.streams.convert import is_streaming_dataset
 from holdfast.trainer.streams.loader import EpochStream
 
 # The states of generators by their place. `DATA` has those of datasets and collators.
@@ -468,12 +475,22 @@ class TrainingData:
 
     def _use_stream(self, combined: Any) -> None:
         """Let the session read a single loader over a stream. Check the streams among several."""
+        self._check_evaluation(combined)
         self.stream.replace(combined, self._trainer.fit_loop.holdfast.session)
         saved, trainer = self._saved.get("shares", ()), self._trainer
         for loader, former in zip(combined.flattened, saved, strict=False):
             if can_be_stream(loader) and not self.stream.is_waiting:
                 share = SampleShare(**former)
                 continue_share(loader, share, rank=trainer.global_rank, ranks=trainer.world_size)
+
+    def _check_evaluation(self, training: Any) -> None:
+        """Raise `SpecError` for an evaluation that would move the place of the training."""
+        evaluation = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        read = [getattr(loader, "dataset", None) for loader in training.flattened]
+        for loader in () if evaluation is None else evaluation.flattened:
+            dataset = getattr(loader, "dataset", None)
+            if is_streaming_dataset(dataset) and any(dataset is each for each in read):
+                raise SpecError(EVALUATED)
 
     def rank_limits(self) -> dict[str, Any]:
         if self.stream.epochs is not None:

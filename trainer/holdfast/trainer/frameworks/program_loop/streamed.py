@@ -11,12 +11,10 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.program_loop.loader import Iterate, ResumedEpoch, WrappedLoader
 from holdfast.trainer.frameworks.program_loop.order import Batches, Generators, Start
 from holdfast.trainer.frameworks.session import FrameworkSession
-from holdfast.trainer.frameworks.streamed import EVALUATED
-from holdfast.trainer.streams.convert import is_streaming_dataset
+from holdfast.trainer.frameworks.streamed import check_evaluated
 from holdfast.trainer.streams.loader import EpochStream
 
 EVALUATION: Final = (
@@ -100,8 +98,8 @@ class StreamedLoader(WrappedLoader):
     def read(self) -> Iterator[Any]:
         if self.stream is not None and self.problem is None:
             return self._read(self.stream)
-        if self.has_trained and is_streaming_dataset(self.given[0]):
-            raise SpecError(EVALUATED)
+        # Also if another loader reads the dataset for training.
+        check_evaluated(self.given[0])
         return iter(self.inner)
 
     def _read(self, stream: EpochStream) -> Iterator[Any]:
