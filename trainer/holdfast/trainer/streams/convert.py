@@ -499,8 +499,8 @@ def as_source(given: Any) -> Source:
             f"source={type(given).__name__} of grain: its state belongs to one number of ranks, so "
             "no other number can share the rest of it. For this number, pass its iterator to "
             'Session, batches = iter(...) and per_rank={"batches": batches}, and loop over '
-            "them. For any number, give session.stream the files, as TextLines or TarShards, or give "
-            "a DataLoader over the MapDataset the session.sampler"
+            "them. For any number, give session.stream the files, as TextLines or TarShards, or "
+            "give a DataLoader over the MapDataset the session.sampler"
         )
     if "torchdata" in packages:
         raise TypeError(
