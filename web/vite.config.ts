@@ -1,10 +1,26 @@
 // Builds the page into the Python package, which serves it; `npm run dev` proxies to a server.
 /// <reference types="vitest/config" />
-import { defineConfig } from "vite";
+import { readFile, writeFile } from "node:fs/promises";
+import { join } from "node:path";
+import { gzipSync } from "node:zlib";
+import { defineConfig, type Plugin } from "vite";
+
+/** Writes each script and style sheet in compressed form beside itself, for the server. */
+const compressed: Plugin = {
+  name: "compressed",
+  apply: "build",
+  async writeBundle({ dir = "" }, files) {
+    for (const name of Object.keys(files).filter((one) => /\.(js|css)$/.test(one))) {
+      const path = join(dir, name);
+      await writeFile(`${path}.gz`, gzipSync(await readFile(path), { level: 9 }));
+    }
+  },
+};
 
 export default defineConfig({
   // The server completes the addresses in index.html, because it may be below another path.
   base: "./",
+  plugins: [compressed],
   esbuild: { jsx: "automatic" },
   build: {
     outDir: "../src/holdfast/api/static",

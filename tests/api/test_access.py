@@ -145,6 +145,17 @@ def test_only_a_page_with_a_session_asks_for_the_first_rows_early(served: Served
         assert "link" not in client.get("/queue").headers
 
 
+@pytest.mark.parametrize("view", ["", "/lineage"])
+def test_a_page_of_a_run_asks_for_its_data_early(served: Served, view: str) -> None:
+    with served.stranger() as client:
+        assert "link" not in client.get(f"/runs/gpt{view}").headers
+        client.get(f"/?token={served.token}")
+        links = client.get(f"/runs/gpt{view}").headers["link"].split(", ")
+        assert len(links) == 2
+        for link in links:
+            assert client.get(link.partition("<")[2].partition(">")[0]).status_code == 200
+
+
 def test_printed_url_starts_a_session_and_redirects_without_the_token(served: Served) -> None:
     served.services.login_throttle = LoginThrottle()
     with served.stranger() as client:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from tests.api.conftest import Served, wait_for
 
+from holdfast.api.routes import page
 from holdfast.api.routes.checkpoints import export_name
 from holdfast.api.schemas import AskExport
 from holdfast.api.security import BODY_BYTES_MAX
@@ -34,6 +37,26 @@ def test_head_answers_as_get_without_a_body(api: httpx.Client, served: Served) -
     # The event stream never ends by itself.
     assert api.head("/api/v1/events", timeout=10).status_code == 200
     wait_for(lambda: served.services.hub.readers == 0)
+
+
+def test_an_asset_is_sent_as_the_build_compressed_it(
+    api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, packed = b"let one = 1;\n" * 500, gzip.compress(b"let one = 1;\n" * 500, 9)
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "one-1a2b.js").write_bytes(script)
+    (tmp_path / "assets" / "one-1a2b.js.gz").write_bytes(packed)
+    monkeypatch.setattr(page, "STATIC", tmp_path)
+    answer = api.get("/assets/one-1a2b.js")
+    assert answer.content == script
+    assert answer.headers["content-encoding"] == "gzip"
+    assert answer.headers["content-length"] == str(len(packed))
+    assert answer.headers["content-type"].startswith("text/javascript")
+    assert answer.headers["vary"].lower() == "accept-encoding"
+    plain = api.get("/assets/one-1a2b.js", headers={"Accept-Encoding": "gzip;q=0"})
+    assert "content-encoding" not in plain.headers
+    assert plain.content == script
+    assert plain.headers["vary"].lower() == "accept-encoding"
 
 
 def test_an_unchanged_answer_is_not_sent_again(api: httpx.Client) -> None:

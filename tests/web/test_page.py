@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.web import testbed
 from tests.web.sample_runs import LIVE
 from tests.web.testbed import CHECKOUT, Site
 
-from holdfast.api.routes.page import FIRST_ROWS
+from holdfast.api.routes.page import FIRST_ROWS, LINEAGE_ASKS, RUN_ASKS
 from holdfast.contracts.disk.durable import write_bytes
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
@@ -240,6 +241,31 @@ def test_list_asks_for_the_rows_that_the_browser_loads_early(browser: Browser, s
         assert "/api/v1/filters" not in asked
         page.get_by_text("Filters", exact=True).click()
         expect(page.get_by_label("User").get_by_role("option")).not_to_have_count(1)
+
+
+@pytest.mark.parametrize(("view", "asks"), [("", RUN_ASKS), ("/lineage", LINEAGE_ASKS)])
+def test_views_of_a_run_ask_for_what_the_browser_loads_early(
+    browser: Browser, site: Site, view: str, asks: tuple[str, ...]
+) -> None:
+    with testbed.page_of(browser, site) as (page, _):
+        asked: list[str] = []
+        page.on("request", lambda one: asked.append(one.url.removeprefix(site.url)))
+        page.goto(f"/runs/bert-classifier{view}")
+        last = page.locator(".react-flow__node") if view else page.locator("svg.timeline")
+        expect(last.first).to_be_visible()
+        for ask in asks:
+            path = f"/api/v1/runs/bert-classifier{ask}"
+            found = "name => performance.getEntriesByName(name).map((one) => one.initiatorType)"
+            assert page.evaluate(found, site.url + path) == ["link"]
+            assert asked.count(path) == 1
+
+
+def test_every_built_script_has_its_compressed_form() -> None:
+    scripts = [*(testbed.BUILT.parent / "assets").glob("*.js")]
+    assert scripts
+    for script in scripts:
+        packed = script.with_name(f"{script.name}.gz")
+        assert gzip.decompress(packed.read_bytes()) == script.read_bytes()
 
 
 def test_page_offers_a_login_and_reports_a_stopped_server(browser: Browser, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_live_runs_are_listed_before_newer_ended_runs(site: Site, browser: Brows
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    ("width", "shown"), [(820, {"": "Duration"}), (1024, {"": "Duration", "/": "Last checkpoint"})]
+    ("width", "shown"), [(width, {"": "Duration", "/": "Last checkpoint"}) for width in (820, 1024)]
 )
 def test_tables_show_all_their_columns_in_a_window_of_medium_width(
     site: Site, browser: Browser, width: int, shown: dict[str, str]
@@ -139,6 +139,44 @@ def test_tables_show_all_their_columns_in_a_window_of_medium_width(
             expect(last).to_be_visible()
             hidden = "(one) => { const area = one.closest('.table-wrap');"
             assert last.evaluate(f"{hidden} return area.scrollWidth - area.clientWidth; }}") <= 0
+
+
+@pytest.mark.more
+def test_a_medium_window_names_ranks_attempts_and_goodput_below_each_run(
+    site: Site, browser: Browser
+) -> None:
+    with testbed.page_of(browser, site, width=820) as (page, _):
+        page.goto("/")
+        row = page.get_by_role("region", name="Runs").get_by_role("row").filter(has_text=LIVE).first
+        expect(row).to_contain_text(re.compile(r"\d+ ranks · \d+ attempts · goodput \d"))
+        expect(page.get_by_role("columnheader", name="Ranks")).to_be_hidden()
+        page.set_viewport_size({"width": PHONE, "height": SCREEN})
+        expect(row.get_by_text(re.compile("· checkpoint"))).to_be_visible()
+        page.set_viewport_size({"width": 1440, "height": SCREEN})
+        expect(page.get_by_role("columnheader", name="Ranks")).to_be_visible()
+
+
+@pytest.mark.more
+def test_ages_are_by_the_clock_of_the_server(site: Site, browser: Browser) -> None:
+    shift = "const now = Date.now; Date.now = () => now() - 3 * 3600_000;"
+    with testbed.page_of(browser, site) as (page, _):
+        page.add_init_script(shift)
+        page.goto(f"/runs/{LIVE}")
+        expect(page.locator(".facts time").first).to_have_text(re.compile(r"ago$"))
+
+
+@pytest.mark.more
+def test_a_lineage_whose_layout_did_not_load_says_so_and_tries_again(
+    site: Site, browser: Browser
+) -> None:
+    with testbed.page_of(browser, site) as (page, _):
+        page.route("**/elk-worker*", lambda route: route.abort())
+        page.goto(f"/runs/{LIVE}/lineage")
+        expect(page.get_by_role("alert")).to_contain_text("layout of graphs could not be loaded")
+        page.unroute("**/elk-worker*")
+        page.get_by_role("button", name="Retry").click()
+        expect(page.locator(".react-flow__node").first).to_be_visible()
+        expect(page.get_by_role("alert")).to_have_count(0)
 
 
 @pytest.mark.more

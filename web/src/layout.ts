@@ -1,6 +1,6 @@
 // The layout of a graph, computed by ELK in a worker that only the lineage view loads.
 import ELK, { type ElkNode } from "elkjs/lib/elk-api.js";
-import workerUrl from "elkjs/lib/elk-worker.min.js?url";
+import { startWorker, type LayoutWorker } from "./elk";
 import type { Folded } from "./fold";
 
 export const NODE_WIDTH = 168;
@@ -38,11 +38,13 @@ const ROWS = {
 };
 const DOWN = { "elk.direction": "DOWN", "elk.layered.spacing.nodeNodeBetweenLayers": "34" };
 
-let elk: InstanceType<typeof ELK> | null = null;
+let current: { by: LayoutWorker; elk: InstanceType<typeof ELK> } | null = null;
 
-/** Starts the worker, which loads and compiles for longer than it lays out a graph. */
-export function startLayout(): InstanceType<typeof ELK> {
-  return (elk ??= new ELK({ workerUrl }));
+/** Lays out a graph. Rejects if the worker cannot be loaded; the next call begins a new one. */
+function layoutOf(graph: ElkNode): Promise<ElkNode> {
+  const by = startWorker();
+  if (current?.by !== by) current = { by, elk: new ELK({ workerFactory: () => by.worker }) };
+  return Promise.race([current.elk.layout(graph), by.failed]);
 }
 
 /** Lays out the graph in rows with the ratio `aspect`, or downwards if it is null.
@@ -60,7 +62,7 @@ export async function layOut({ nodes, edges }: Folded, aspect: number | null): P
     edges: edges.flatMap(({ from, to }, index) =>
       there.has(from) && there.has(to) ? [{ id: `${index}`, sources: [from], targets: [to] }] : []),
   };
-  const placed = await startLayout().layout(graph);
+  const placed = await layoutOf(graph);
   return {
     places: new Map((placed.children ?? []).map(({ id, x = 0, y = 0 }) => [id, { x, y }])),
     ways: new Map((placed.edges ?? []).flatMap(({ id, sections }) => {

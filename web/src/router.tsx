@@ -11,6 +11,7 @@ import {
   graphOptions, newestCheckpointsOptions, runOptions, timelineOptions,
 } from "./api/queries";
 import { curveSearch, runsOf, type CurveSearch } from "./curveView";
+import { startWorker } from "./elk";
 import { groupOf, type GoodputSearch } from "./goodput";
 import { lazyView } from "./lazy";
 import { Problem } from "./parts/basics";
@@ -127,7 +128,7 @@ const lineage = createRoute({
   loader: ({ context: { client }, params, preload }) => {
     lineageView.begin();
     if (preload) return;
-    void import("./layout").then(({ startLayout }) => startLayout(), () => undefined);
+    startWorker();
     ask(client, graphOptions(params.run, []));
   },
 });

@@ -4,6 +4,7 @@ import { useQueryClient } from "@tanstack/react-query";
 import { Link, Outlet, useNavigate, useRouterState } from "@tanstack/react-router";
 import { useCallback, useEffect, useRef } from "react";
 import { useConnection, useLive, type Connection } from "./api/live";
+import { serverTime } from "./clock";
 import { isLoggedOut, useLogOut, useSession } from "./api/session";
 import { Login } from "./pages/Login";
 import { State, useNow } from "./parts/basics";
@@ -41,9 +42,10 @@ function Banner() {
   if (connection !== "away") return null;
   return (
     <div className="banner" role="alert">
-      <strong>The server has not answered since {exact(since)}.</strong>{" "}
+      <strong>The server has not answered since {exact(serverTime(since))}.</strong>{" "}
       {updated > 0
-        ? `The data on this page is from ${relative(updated, now)}. Runs continue without it.`
+        ? `The data on this page is from ${relative(serverTime(updated), now)}. `
+          + "Runs continue without it."
         : "Runs continue without this page."}{" "}
       Retrying every few seconds.
     </div>

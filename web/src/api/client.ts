@@ -1,4 +1,5 @@
 // Requests to the server in JSON, its errors, and whether it responds.
+import { noteServerTime } from "../clock";
 import { PREFIX } from "../prefix";
 
 export const BASE = `${PREFIX}/api/v1`;
@@ -69,6 +70,7 @@ async function send(path: string, init: RequestInit, limitMs = LIMIT_MS): Promis
   }
   // These responses come from a proxy whose server is unreachable.
   notifyReach(![502, 503, 504].includes(response.status));
+  noteServerTime(response.headers.get("date"));
   if (!response.ok) throw await refusal(response);
   return response;
 }

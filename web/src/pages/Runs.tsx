@@ -27,10 +27,13 @@ function Name({ run }: { run: RunRow }) {
       <div className="second clip" title={why}>
         {why || `by ${run.created_by}${run.partition ? ` · partition ${run.partition}` : ""}`}
       </div>
-      <div className="second narrow-only">
-        {run.world_size ? `${run.world_size} ranks · ` : ""}
-        {run.attempts} attempt{run.attempts === 1 ? "" : "s"}
+      <div className="second medium-only">
+        {run.world_size ? `${count(run.world_size)} rank${run.world_size === 1 ? "" : "s"} · ` : ""}
+        {count(run.attempts)} attempt{run.attempts === 1 ? "" : "s"}
         {run.goodput && run.goodput.ettr > 0 ? ` · goodput ${percent(run.goodput.ettr)}` : ""}
+        {run.committed_at ? (
+          <span className="narrow-only"> · checkpoint <Time at={run.committed_at} /></span>
+        ) : null}
       </div>
       <RunTags tags={run.tags} within={viewOf(given)} />
     </>
@@ -49,7 +52,7 @@ const COLUMNS: ColumnDef<RunRow, unknown>[] = [
     cell: ({ row: { original: run } }) => (
       <Progress step={stepOf(run)} total={run.steps_total} eta={timeLeft(run)} />
     ) },
-  { id: "goodput", header: "Goodput", meta: { wide: true },
+  { id: "goodput", header: "Goodput", meta: { broad: true },
     accessorFn: (run) => run.goodput?.ettr ?? -1,
     cell: ({ row: { original: run } }) => run.goodput && run.goodput.ettr > 0 ? (
       <div className="beside">
@@ -61,7 +64,7 @@ const COLUMNS: ColumnDef<RunRow, unknown>[] = [
     cell: ({ row: { original: run } }) => (
       <Spark values={run.spark ?? []} label={`loss, now ${figure(run.spark?.at(-1))}`} />
     ) },
-  { id: "gpus", header: "Ranks", meta: { wide: true, number: true },
+  { id: "gpus", header: "Ranks", meta: { broad: true, number: true },
     accessorFn: (run) => run.world_size ?? 0,
     cell: ({ row: { original: run } }) => count(run.world_size) },
   { id: "attempts", header: "Attempts", accessorKey: "attempts",

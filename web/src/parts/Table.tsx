@@ -18,6 +18,8 @@ declare module "@tanstack/react-table" {
     number?: boolean;
     /** Hidden in a narrow window. */
     wide?: boolean;
+    /** Hidden in a window of medium width. The row says it elsewhere. */
+    broad?: boolean;
     /** Shown in a roomy window only. */
     roomy?: boolean;
     /** A sentence: not squeezed to a word a line by the other columns. */
@@ -44,11 +46,13 @@ interface Props<T> {
   rowClass?: (row: T) => string | undefined;
 }
 
-type Meta = { number?: boolean; wide?: boolean; roomy?: boolean; prose?: boolean };
+type Meta = {
+  number?: boolean; wide?: boolean; broad?: boolean; roomy?: boolean; prose?: boolean;
+};
 
 const classOf = (meta?: Meta) =>
-  [meta?.number && "number", meta?.wide && "wide-only", meta?.roomy && "roomy-only",
-    meta?.prose && "prose"]
+  [meta?.number && "number", meta?.wide && "wide-only", meta?.broad && "broad-only",
+    meta?.roomy && "roomy-only", meta?.prose && "prose"]
     .filter(Boolean).join(" ") || undefined;
 
 const sortingOf = (sort: string | undefined): SortingState =>

@@ -2,6 +2,7 @@
 import { createContext, useContext, useEffect, useState, type ReactNode } from "react";
 import { ApiError, AwayError } from "../api/client";
 import { useConnection } from "../api/live";
+import { serverTime } from "../clock";
 import { exact, relative, when } from "../format";
 import { lookOf, plain, type Shape as ShapeName } from "../states";
 
@@ -48,14 +49,14 @@ export function State({ state, children }: { state: string; children?: ReactNode
   );
 }
 
-const Clock = createContext(Date.now());
+const Clock = createContext(serverTime());
 const TICK_MS = 1000;
 
 /** One clock for the page, so that all relative times are consistent. */
 export function ClockProvider({ children }: { children: ReactNode }) {
-  const [now, setNow] = useState(Date.now);
+  const [now, setNow] = useState(() => serverTime());
   useEffect(() => {
-    const timer = setInterval(() => setNow(Date.now()), TICK_MS);
+    const timer = setInterval(() => setNow(serverTime()), TICK_MS);
     return () => clearInterval(timer);
   }, []);
   return <Clock.Provider value={now}>{children}</Clock.Provider>;
@@ -67,7 +68,7 @@ export const useNow = (): number => useContext(Clock);
 export function useKnownNow(): number {
   const { connection, since } = useConnection();
   const now = useNow();
-  return connection === "away" ? Math.min(now, since) : now;
+  return connection === "away" ? Math.min(now, serverTime(since)) : now;
 }
 
 /** A time relative to now, with the exact time as a tooltip and for assistive technology. */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mimetypes
 import re
 from pathlib import Path
 from typing import Annotated, Final
@@ -16,8 +17,10 @@ from holdfast.api.schemas import TOKEN_CHARACTERS_MAX
 
 STATIC: Final = Path(__file__).resolve().parents[1] / "static"
 FOREVER: Final = "public, max-age=31536000, immutable"
-# What the list of runs asks first. The browser asks for it while it loads the scripts.
+# What views ask first. The browser asks for it while it loads the scripts.
 FIRST_ROWS: Final = "/api/v1/runs?sort=live&limit=50"
+RUN_ASKS: Final = ("/timeline", "")
+LINEAGE_ASKS: Final = ("/lineage?folded=true", "")
 UNBUILT: Final = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Holdfast</title>
 <h1>Holdfast</h1>
@@ -27,6 +30,7 @@ UNBUILT: Final = """<!doctype html>
 </html>
 """
 
+_RUN_VIEW: Final = re.compile(r"runs/([A-Za-z0-9][A-Za-z0-9._-]*)(/lineage)?")
 _ADDRESS: Final = re.compile(r'((?:src|href)=)"\./')
 
 router = APIRouter(include_in_schema=False)
@@ -39,11 +43,7 @@ def open_page(
 ) -> Response:
     """Serve the page. With `?token=`, log in first, then redirect to a URL without the token."""
     if token is None:
-        response = show_page(request)
-        if not request.query_params and cookie_name(request) in request.cookies:
-            address = prefix_of(request) + FIRST_ROWS
-            response.headers["Link"] = f"<{address}>; rel=preload; as=fetch; crossorigin"
-        return response
+        return show_page(request)
     home, headers = prefix_of(request) + "/", {"Cache-Control": "no-store"}
     response = RedirectResponse(home, 303, headers)
     try:
@@ -63,16 +63,46 @@ def show_page(request: Request, path: str = "") -> Response:
         )
     file = _file_of(path)
     if file is not None:
-        # The names of built assets contain a digest of their content.
-        headers = {"Cache-Control": FOREVER} if path.startswith("assets/") else {}
-        return FileResponse(file, headers=headers)
+        return _asset(request, file) if path.startswith("assets/") else FileResponse(file)
     if path.startswith("assets/"):
         raise Refusal(
             404, f"/{path[:200]}: no such file; the web UI was rebuilt, so reload the page"
         )
     index = STATIC / "index.html"
     page = index.read_text() if index.is_file() else UNBUILT
-    return HTMLResponse(_placed(page, prefix_of(request)), headers={"Cache-Control": "no-cache"})
+    headers = {"Cache-Control": "no-cache", **_early(request, path)}
+    return HTMLResponse(_placed(page, prefix_of(request)), headers=headers)
+
+
+def _early(request: Request, path: str) -> dict[str, str]:
+    """Return the header that names what the view at `path` asks first, if there is a session."""
+    asks: tuple[str, ...] = ()
+    run = _RUN_VIEW.fullmatch(path)
+    if not path and not request.query_params:
+        asks = (FIRST_ROWS,)
+    elif run:
+        asks = tuple(
+            f"/api/v1/runs/{run[1]}{ask}" for ask in (LINEAGE_ASKS if run[2] else RUN_ASKS)
+        )
+    if not asks or cookie_name(request) not in request.cookies:
+        return {}
+    links = (f"<{prefix_of(request)}{ask}>; rel=preload; as=fetch; crossorigin" for ask in asks)
+    return {"Link": ", ".join(links)}
+
+
+def _asset(request: Request, file: Path) -> Response:
+    """Return a built asset, in the compressed form that the build wrote, if the client takes it.
+
+    Compressing the largest one for each request would take longer than the slowest query.
+    """
+    # The names of built assets contain a digest of their content.
+    headers = {"Cache-Control": FOREVER, "Vary": "Accept-Encoding"}
+    packed = file.with_name(f"{file.name}.gz")
+    if request.headers.get("accept-encoding") != "gzip" or not packed.is_file():
+        return FileResponse(file, headers=headers)
+    headers["Content-Encoding"] = "gzip"
+    kind = mimetypes.guess_type(file.name)[0]
+    return FileResponse(packed, headers=headers, media_type=kind)
 
 
 def _placed(page: str, prefix: str) -> str:

@@ -111,10 +111,10 @@ def add_durability(database: Database, run: str, graph: views.Graph) -> views.Gr
         durability = _read_durability(connection, row, None)
         staged = _staged(connection, row) if RunState(row["state"]).is_live else []
         others = _durability_of_others(connection, row, graph["nodes"])
-    # This run's checkpoints have directory names as keys, others have ids, which contain a colon.
-    nodes = [_with_status(node, durability | others, row["run"]) for node in graph["nodes"]]
+    statuses = {checkpoint_id(row["run"], name): own for name, own in durability.items()} | others
+    nodes = [_with_status(node, statuses.get(node["id"])) for node in graph["nodes"]]
     edges = list(graph["edges"])
-    newest = _newest(nodes, row["run"])
+    newest = _newest(nodes, row["run"]) if staged else None
     for node in staged:
         nodes.append(node)
         if newest is not None:
@@ -217,9 +217,11 @@ def _durability_of_others(
     names: defaultdict[str, dict[str, str]] = defaultdict(dict)
     runs = set()
     for node in nodes:
+        if node["kind"] != "checkpoint" or node.get("run") == run["run"]:
+            continue
         # Runs in several roots can have the same name, so compare their folders.
         folder, _, name = node.get("path", "").rpartition("/checkpoints/")
-        if node["kind"] == "checkpoint" and name and node.get("run") != run["run"]:
+        if name:
             names[folder][name] = node["id"]
             runs.add(node["run"])
     query = readable(connection, select(RUNS).where(RUNS.c.run.in_(sorted(runs))))
@@ -231,12 +233,8 @@ def _durability_of_others(
     }
 
 
-def _with_status(
-    node: views.Node, durability: Mapping[str, DurabilityStatus], run: str
-) -> views.Node:
-    own = node.get("run") == run and durability.get(node["id"].rpartition(":")[2])
-    status = own or durability.get(node["id"])
-    if node["kind"] != "checkpoint" or not status:
+def _with_status(node: views.Node, status: DurabilityStatus | None) -> views.Node:
+    if status is None or node["kind"] != "checkpoint":
         return node
     is_mirrored = status["mirrored_at"] is not None
     return {**node, "verified": status["verified_ok"], "mirrored": is_mirrored}

@@ -89,21 +89,35 @@ def _kept(graph: Graph) -> set[str]:
             child, parent = _origin(edge["from"]), _origin(edge["to"])
             if child and parent and child[2] > parent[2]:
                 kept.update((edge["from"], edge["to"]))
-    attempts = {(one.get("run"), one.get("number")) for one in graph["nodes"] if "number" in one}
+    return kept | _firsts(graph["nodes"])
+
+
+def _firsts(nodes: Sequence[Node]) -> set[str]:
+    """Return the ids of the first checkpoint of each attempt in the graph."""
+    attempts = {(one.get("run"), one.get("number")) for one in nodes if "number" in one}
+    # Only one id of each launch is parsed, because there may be ten thousand checkpoints.
+    launches: dict[tuple[str, str], Node] = {}
+    for node in nodes:
+        if node["kind"] == "checkpoint":
+            key = node.get("run", ""), node["id"].rpartition(".a")[2]
+            first = launches.setdefault(key, node)
+            if node.get("step", 0) < first.get("step", 0):
+                launches[key] = node
     firsts: dict[tuple[str, int], Node] = {}
-    for node in graph["nodes"]:
-        origin = _origin(node["id"]) if node["kind"] == "checkpoint" else None
-        if origin is None or origin[:2] not in attempts:
-            continue
-        first = firsts.setdefault(origin[:2], node)
-        if node.get("step", 0) < first.get("step", 0):
-            firsts[origin[:2]] = node
-    return kept | {node["id"] for node in firsts.values()}
+    for node in launches.values():
+        origin = _origin(node["id"])
+        if origin is not None and origin[:2] in attempts:
+            first = firsts.setdefault(origin[:2], node)
+            if node.get("step", 0) < first.get("step", 0):
+                firsts[origin[:2]] = node
+    return {node["id"] for node in firsts.values()}
 
 
 def _look(node: Node) -> tuple[object, ...]:
-    facts = (node.get(key) for key in ("state", "verified", "run", "rolled_back"))
-    return (*facts, bool(node.get("mirrored")))
+    return (
+        *(node.get("state"), node.get("verified"), node.get("run"), node.get("rolled_back")),
+        bool(node.get("mirrored")),
+    )
 
 
 def _chains(graph: Graph) -> Iterator[list[Node]]:

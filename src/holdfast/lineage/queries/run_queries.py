@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ from sqlalchemy import Connection, Engine, func, or_, select
 from holdfast.contracts.account.goodput import account, prices_of, segments, stretches_of
 from holdfast.contracts.account.timeline import KINDS, TimelineMark, launches_of
 from holdfast.contracts.disk.journal import EventKind, problem_with_facts
-from holdfast.contracts.disk.paths import CheckpointName
+from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.records.tally import Span
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import Cause, RunState
@@ -51,7 +52,7 @@ _KEEPING_SPANS: Final = threading.Lock()
 _OUTSIDE: Final = {EdgeKind.EXPORTED_TO.value: "export", EdgeKind.IMPORTED_FROM.value: "source"}
 # The checkpoint columns that the lineage graph needs.
 _DRAWN_COLUMNS: Final = (
-    *("name", "step", "state", "world_size", "pinned", "rolled_back", "path"),
+    *("name", "step", "state", "world_size", "pinned", "rolled_back"),
     *("parent", "parent_uid", "parent_name"),
 )
 _DRAWN: Final = (
@@ -65,6 +66,9 @@ _LAUNCHES: Final = (
     .where(LAUNCHES.c.run_uid == RUN_UID)
     .order_by(LAUNCHES.c.attempt, LAUNCHES.c.number)
 )
+
+# The uid of a run and the name of a checkpoint or of another part of it.
+_Key = tuple[str, str]
 
 __all__ = (
     "RunRef",
@@ -168,48 +172,76 @@ def lineage_graph(database: Database, run: str) -> views.Graph:
     """
     with database.reading() as connection:
         row = run_row(connection, run)
-        checkpoints = rows_of(connection, _DRAWN, run_uid=row["uid"])
+        saved, parents, origins = _own_checkpoints(connection, row)
         attempts = rows_of(connection, _ATTEMPTS, run_uid=row["uid"])
         edges = _edges_about(connection, row)
         children = _children(connection, row)
-        foreign = _ancestors_elsewhere(connection, row, edges, checkpoints)
+        origins |= {(one["target_uid"], one["target"]) for one in edges}
+        foreign = _ancestors_elsewhere(connection, row, origins)
         consumers, consumed = consumer_nodes(connection, row)
     nodes = [
         views.run_node(row),
         *(views.attempt_node_of(row["run"], attempt) for attempt in attempts),
-        *(views.checkpoint_node(row["run"], checkpoint) for checkpoint in checkpoints),
+        *saved,
         *(views.checkpoint_node(one["run"], one) for one in foreign),
         *consumers,
     ]
-    family = [*({**one, "run": row["run"]} for one in checkpoints), *children, *foreign]
-    parents: list[views.Edge] = [
+    parents += [
         {"from": f"{one['run']}:{one['name']}", "to": one["parent"], "kind": EdgeKind.PARENT.value}
-        for one in family
+        for one in (*children, *foreign)
         if one["parent"]
     ]
     shown = [*map(_edge, edges), *parents, *consumed]
-    by_id = {node["id"]: node for node in reversed(nodes)}
-    known = dict.fromkeys(node["id"] for node in nodes)
+    by_id: dict[str, views.Node] = {}
+    for node in nodes:
+        by_id.setdefault(node["id"], node)
     for edge in shown:
-        for end, kind in ((edge["from"], None), (edge["to"], _OUTSIDE.get(edge["kind"]))):
-            if end not in by_id:
-                by_id[end] = _other_node(end, kind)
-            known[end] = None
+        if edge["from"] not in by_id:
+            by_id[edge["from"]] = _other_node(edge["from"], None)
+        if edge["to"] not in by_id:
+            by_id[edge["to"]] = _other_node(edge["to"], _OUTSIDE.get(edge["kind"]))
     unique = {tuple(edge.values()): edge for edge in shown}
-    return views.Graph(nodes=[by_id[one] for one in known], edges=list(unique.values()))
+    return views.Graph(nodes=list(by_id.values()), edges=list(unique.values()))
 
 
-def _ancestors_elsewhere(
-    connection: Connection, run: Row, edges: Sequence[Row], checkpoints: Sequence[Row]
-) -> list[Row]:
-    """Return the checkpoints of other runs that this run's edges and checkpoints descend from."""
-    parents = {
-        *((one["target_uid"], one["target"]) for one in edges),
-        *((one["parent_uid"], one["parent_name"]) for one in checkpoints),
-    }
+def _own_checkpoints(
+    connection: Connection, run: Row
+) -> tuple[list[views.Node], list[views.Edge], set[_Key]]:
+    """Return a run's checkpoints, the edges to their parents, and their parents in other runs."""
+    uid, kind = run["uid"], EdgeKind.PARENT.value
+    own, folder = run["run"], f"{RunPaths(Path(run['directory'])).checkpoints}/"
+    nodes: list[views.Node] = []
+    edges: list[views.Edge] = []
+    origins: set[_Key] = set()
+    # There may be ten thousand, so keep this one plain pass over tuples.
+    for row in connection.execute(_DRAWN, {"run_uid": uid}).all():
+        name, step, state, world_size, pinned, rolled_back, parent, parent_uid, parent_name = row
+        identity = f"{own}:{name}"
+        nodes.append(
+            {
+                "id": identity,
+                "kind": "checkpoint",
+                "run": own,
+                "step": step,
+                "state": state,
+                "world_size": world_size,
+                "pinned": pinned,
+                "rolled_back": rolled_back,
+                "path": folder + name,
+            }
+        )
+        if parent:
+            edges.append({"from": identity, "to": parent, "kind": kind})
+        if parent_uid != uid:
+            origins.add((parent_uid, parent_name))
+    return nodes, edges, origins
+
+
+def _ancestors_elsewhere(connection: Connection, run: Row, origins: set[_Key]) -> list[Row]:
+    """Return those of `origins` that are checkpoints of other runs, and their ancestors."""
     return [
         one
-        for uid, name in sorted(key for key in parents if key[0] not in {None, run["uid"]})
+        for uid, name in sorted(key for key in origins if key[0] not in {None, run["uid"]})
         for stretch in descent(connection, uid, name)
         for one in stretch.mappings()
     ]

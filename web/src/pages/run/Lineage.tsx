@@ -5,7 +5,9 @@ import {
 } from "@xyflow/react";
 import "@xyflow/react/dist/style.css";
 import { Link, useNavigate, useParams, useSearch } from "@tanstack/react-router";
-import { useCallback, useEffect, useMemo, useState, type KeyboardEvent } from "react";
+import {
+  useCallback, useEffect, useMemo, useReducer, useState, type KeyboardEvent,
+} from "react";
 import { useCheckpoint, useGraph } from "../../api/queries";
 import type { GraphEdge } from "../../api/types";
 import { drawn, isFold, isIn, type Fold, type Folded, type Shown } from "../../fold";
@@ -165,20 +167,25 @@ function heightOf({ places }: Layout): number {
 }
 
 /** The layout of the graph. The old one stays until the new one is ready. */
-function useLayout(folded: Folded): [Layout | null, Folded, unknown] {
-  const [placed, setPlaced] = useState<[Layout | null, Folded]>([null, folded]);
+function useLayout(folded: Folded) {
+  const [[layout, placed], setPlaced] = useState<[Layout | null, Folded]>([null, folded]);
   const [error, setError] = useState<unknown>(null);
+  const [tries, retry] = useReducer((count: number) => count + 1, 0);
   useEffect(() => {
     let current = true;
     layOut(folded, aspect()).then(
-      (layout) => current && setPlaced([layout, folded]),
+      (found) => {
+        if (!current) return;
+        setPlaced([found, folded]);
+        setError(null);
+      },
       (reason: unknown) => current && setError(reason),
     );
     return () => {
       current = false;
     };
-  }, [folded]);
-  return [...placed, error];
+  }, [folded, tries]);
+  return { layout, placed, error, retry };
 }
 
 function Details({ id }: { id: string }) {
@@ -256,7 +263,7 @@ interface CanvasProps {
 }
 
 function Canvas({ run, folded, opened, at, choose }: CanvasProps) {
-  const [layout, placed, error] = useLayout(folded);
+  const { layout, placed, error, retry } = useLayout(folded);
   const places = layout?.places;
   const nodes = useMemo(
     () => placed.nodes.flatMap((shown): GraphNodeType[] => {
@@ -290,9 +297,17 @@ function Canvas({ run, folded, opened, at, choose }: CanvasProps) {
     else return;
     event.preventDefault();
   };
-  if (error) return <Problem error={error} />;
+  const failed = error ? (
+    <>
+      <Problem error={error} />
+      <p><button type="button" onClick={retry}>Retry</button></p>
+    </>
+  ) : null;
+  if (!layout && failed) return failed;
   if (!layout) return <p className="loading" role="status">Laying out the graph…</p>;
   return (
+    <>
+    {failed}
     <div className="graph" style={{ height: heightOf(layout) }} onKeyDown={press}>
       <ReactFlow
         nodes={nodes}
@@ -314,6 +329,7 @@ function Canvas({ run, folded, opened, at, choose }: CanvasProps) {
         <Controls position="top-right" showInteractive={false} />
       </ReactFlow>
     </div>
+    </>
   );
 }
 
