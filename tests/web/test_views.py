@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -154,6 +155,26 @@ def test_a_medium_window_names_ranks_attempts_and_goodput_below_each_run(
         expect(row.get_by_text(re.compile("· checkpoint"))).to_be_visible()
         page.set_viewport_size({"width": 1440, "height": SCREEN})
         expect(page.get_by_role("columnheader", name="Ranks")).to_be_visible()
+
+
+@pytest.mark.more
+def test_a_token_revoked_while_a_dialog_is_open_is_stated(browser: Browser, tmp_path: Path) -> None:
+    token = testbed.call(tmp_path, "token", "add", "ann", "--role", "operator")
+    RunFolder(tmp_path / "runs", "only", "e" * 32)
+    with (
+        testbed.serving(tmp_path) as site,
+        testbed.page_of(browser, site, logged_in=False) as (page, _),
+    ):
+        page.goto(f"/?token={token}")
+        page.goto("/runs/only")
+        page.get_by_role("button", name="Stop").click()
+        testbed.call(tmp_path, "token", "revoke", "ann")
+        page.get_by_role("dialog").get_by_role("button", name="Stop").click()
+        expect(page.get_by_role("alert")).to_contain_text("The session has ended.")
+        page.get_by_label("Token").fill(site.token)
+        page.get_by_role("button", name="Log in").click()
+        expect(page.get_by_role("heading", name="only")).to_be_visible()
+        expect(page.get_by_text("The session has ended.")).to_have_count(0)
 
 
 @pytest.mark.more

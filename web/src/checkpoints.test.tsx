@@ -80,7 +80,7 @@ describe("a checkpoint", () => {
   it("cannot be pinned or verified once it is deleted", async () => {
     openPage(`/checkpoints/${ID}`, { [DETAIL]: detail({ state: "deleted", on_disk: false }) });
     const pin = await button("Pin");
-    expect(pin.hasAttribute("disabled")).toBe(true);
+    expect(pin.getAttribute("aria-disabled")).toBe("true");
     expect(pin.title).toBe("The checkpoint was deleted.");
     expect(screen.queryByText("Verify")).toBeNull();
     expect(screen.queryByText("Export")).toBeNull();

@@ -14,10 +14,10 @@ export function startWorker(): LayoutWorker {
   if (started) return started;
   const worker = new Worker(workerUrl);
   const failed = new Promise<never>((_, reject) => {
-    worker.addEventListener("error", () => {
+    worker.onerror = () => {
       started = null;
       reject(new Error("The layout of graphs could not be loaded from the server."));
-    });
+    };
   });
   // Whoever waits for a layout handles it. Before that, it is no error of the page.
   failed.catch(() => undefined);

@@ -128,7 +128,8 @@ const lineage = createRoute({
   loader: ({ context: { client }, params, preload }) => {
     lineageView.begin();
     if (preload) return;
-    startWorker();
+    // If it cannot begin, the layout says so.
+    void Promise.resolve().then(startWorker).catch(() => undefined);
     ask(client, graphOptions(params.run, []));
   },
 });

@@ -262,17 +262,27 @@ describe("an operator's action", () => {
 
   it("is possible only while the run is live, except for Relaunch", async () => {
     openPage("/runs/gpt", { "GET /runs/gpt": run({ state: "completed" }) });
-    const isDisabled = async (name: string) => (await button(name)).hasAttribute("disabled");
+    const isDisabled = async (name: string) =>
+      (await button(name)).getAttribute("aria-disabled") === "true";
     expect(await isDisabled("Stop")).toBe(true);
     expect(await isDisabled("Pause")).toBe(true);
     expect(await isDisabled("Cancel")).toBe(true);
     expect(await isDisabled("Relaunch")).toBe(false);
   });
 
+  it("that is disabled says why when it is pressed, and sends nothing", async () => {
+    const server = openPage("/runs/gpt", { "GET /runs/gpt": run({ state: "completed" }) });
+    const dialog = await begin("Stop");
+    expect(dialog.getByText("The run is not live.")).toBeTruthy();
+    expect(dialog.queryByRole("button", { name: "Stop" })).toBeNull();
+    fireEvent.click(dialog.getByRole("button", { name: "Close" }));
+    expect(server.requests()).toHaveLength(0);
+  });
+
   it("that the run would refuse is disabled, with the reason beside it", async () => {
     const refusals = { relaunch: "run gpt is completed; fork one of its checkpoints" };
     openPage("/runs/gpt", { "GET /runs/gpt": run({ state: "completed", refusals }) });
-    expect((await button("Relaunch")).hasAttribute("disabled")).toBe(true);
+    expect((await button("Relaunch")).getAttribute("aria-disabled")).toBe("true");
     expect(screen.getByText(refusals.relaunch)).toBeTruthy();
   });
 

@@ -1,20 +1,24 @@
 // The cache of the queries: when a request is repeated, and what shows that a session has ended.
-import { QueryCache, QueryClient } from "@tanstack/react-query";
+import { MutationCache, QueryCache, QueryClient } from "@tanstack/react-query";
 import { ApiError } from "./client";
 
 const STALE_MS = 2_000;
 const TRIES = 2;
 
 export function createQueryClient(): QueryClient {
+  // Any request may show that the session has ended; then the log-in comes.
+  const check = (error: unknown) => {
+    if (error instanceof ApiError && error.status === 401) {
+      void client.invalidateQueries({ queryKey: ["session"] });
+    }
+  };
   const client: QueryClient = new QueryClient({
-    // Any request may show that the session has ended; then the log-in comes.
     queryCache: new QueryCache({
       onError: (error, { queryKey: [kind] }) => {
-        if (error instanceof ApiError && error.status === 401 && kind !== "session") {
-          void client.invalidateQueries({ queryKey: ["session"] });
-        }
+        if (kind !== "session") check(error);
       },
     }),
+    mutationCache: new MutationCache({ onError: check }),
     defaultOptions: {
       queries: {
         staleTime: STALE_MS,

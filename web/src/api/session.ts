@@ -1,5 +1,5 @@
 // The login session and its CSRF token, which every write request needs.
-import { useQuery, useQueryClient } from "@tanstack/react-query";
+import { useQuery, useQueryClient, type QueryClient } from "@tanstack/react-query";
 import { useCallback } from "react";
 import { get, remove, setCsrfToken } from "./client";
 
@@ -10,10 +10,17 @@ export interface Session {
   version: string;
 }
 
-async function ask(): Promise<Session> {
+interface Known extends Session {
+  /** Whether this page was logged in before, and nobody logged out on it. */
+  hasEnded: boolean;
+}
+
+async function ask({ client }: { client: QueryClient }): Promise<Known> {
   const session = await get<Session>("/session");
   setCsrfToken(session.csrf);
-  return session;
+  const before = client.getQueryData<Known>(["session"]);
+  const wasIn = before !== undefined && (before.name !== null || before.hasEnded);
+  return { ...session, hasEnded: session.name === null && wasIn };
 }
 
 export const isLoggedOut = (session: Session | undefined): boolean =>

@@ -31,10 +31,10 @@ function Line({ run }: { run: Counted }) {
       <td className="wide-only"><GoodputBar parts={goodput} /></td>
       <td className="number">{percent(goodput.ettr)}</td>
       <td className="number wide-only">{span(goodput.total_s)}</td>
-      <td className="number wide-only">{span(goodput.lost_s)}</td>
-      <td className="number wide-only">{count(goodput.steps_lost)}</td>
+      <td className="number broad-only">{span(goodput.lost_s)}</td>
+      <td className="number broad-only">{count(goodput.steps_lost)}</td>
       <td className="number wide-only">{decimal(goodput.gpu_hours, 1)}</td>
-      <td className="number wide-only">{priceOf(goodput.preemption_cost, goodput.currency)}</td>
+      <td className="number broad-only">{priceOf(goodput.preemption_cost, goodput.currency)}</td>
       <td className="number">{priceOf(goodput.cost, goodput.currency)}</td>
     </tr>
   );
@@ -185,10 +185,10 @@ export function GoodputPage() {
                     <th scope="col" className="wide-only">Use of time</th>
                     <th scope="col" className="number">Goodput</th>
                     <th scope="col" className="number wide-only">Time</th>
-                    <th scope="col" className="number wide-only">Lost</th>
-                    <th scope="col" className="number wide-only">Steps redone</th>
+                    <th scope="col" className="number broad-only">Lost</th>
+                    <th scope="col" className="number broad-only">Steps redone</th>
                     <th scope="col" className="number wide-only">GPU-hours</th>
-                    <th scope="col" className="number wide-only">Preemption cost</th>
+                    <th scope="col" className="number broad-only">Preemption cost</th>
                     <th scope="col" className="number">Cost</th>
                   </tr>
                 </thead>

@@ -3,6 +3,7 @@ import { useMutation, useQueryClient } from "@tanstack/react-query";
 import { useSearch } from "@tanstack/react-router";
 import { useState } from "react";
 import { ApiError, post } from "../api/client";
+import { useSession } from "../api/session";
 import { Problem, useTitle } from "../parts/basics";
 
 const WRONG = "Invalid token.";
@@ -24,6 +25,7 @@ export function Login() {
   const client = useQueryClient();
   const [token, setToken] = useState("");
   const refused = useRefused();
+  const hasEnded = useSession().data?.hasEnded;
   const login = useMutation({
     mutationFn: () => post("/session", { token: token.trim() }),
     onSuccess: () => client.resetQueries(),
@@ -31,6 +33,13 @@ export function Login() {
   return (
     <div className="login">
       <h1>Log in</h1>
+      {hasEnded ? (
+        <div className="problem" role="alert">
+          <strong>The session has ended.</strong>
+          <p>Its token has expired or was revoked, or you logged out in another window. Requests
+            since then were refused and changed nothing.</p>
+        </div>
+      ) : null}
       <p className="muted">
         Open the URL that <code>holdfast serve</code> printed, or enter a token that{" "}
         <code>holdfast token add</code> created on the server.

@@ -10,6 +10,7 @@ import { count, figure, money, percent, when } from "../format";
 import { Attention, Problems } from "../parts/Attention";
 import { GoodputBar, Progress, Spark } from "../parts/bars";
 import { Copy, Empty, Loaded, State, Time, useTitle } from "../parts/basics";
+import { useNarrow } from "../narrow";
 import { filterOf, isFiltered, RunFilters } from "../parts/RunFilters";
 import { SELECT, SelectionProvider, useSelection } from "../parts/Selection";
 import { Table } from "../parts/Table";
@@ -18,12 +19,19 @@ import { viewOf } from "../savedViews";
 import { plain } from "../states";
 import { stepOf, timeLeft } from "../progress";
 
+/** The state by the index, and what the server found on disk that contradicts it. */
+function States({ run }: { run: RunRow }) {
+  return <><State state={run.state} /><Problems uid={run.uid} /></>;
+}
+
 function Name({ run }: { run: RunRow }) {
   const given = useSearch({ from: "/" });
+  const isNarrow = useNarrow();
   const why = run.reason ?? (run.cause ? plain(run.cause) : "");
   return (
     <>
       <Link to="/runs/$run" params={{ run: run.run }}><strong>{run.run}</strong></Link>
+      {isNarrow ? <div><States run={run} /></div> : null}
       <div className="second clip" title={why}>
         {why || `by ${run.created_by}${run.partition ? ` · partition ${run.partition}` : ""}`}
       </div>
@@ -42,10 +50,7 @@ function Name({ run }: { run: RunRow }) {
 
 const COLUMNS: ColumnDef<RunRow, unknown>[] = [
   { id: "state", header: "State", accessorKey: "state",
-    // The state by the index, and what the server found on disk that contradicts it.
-    cell: ({ row: { original: run } }) => (
-      <><State state={run.state} /><Problems uid={run.uid} /></>
-    ) },
+    cell: ({ row: { original } }) => <States run={original} /> },
   { id: "run", header: "Run", accessorKey: "run",
     cell: ({ row: { original } }) => <Name run={original} /> },
   { id: "step", header: "Progress", accessorKey: "step",
@@ -128,6 +133,8 @@ function orderOf(sort: string | undefined): Sort {
 
 const Bulk = lazyView(() => import("./Bulk"), "Bulk");
 const SELECTABLE = [SELECT, ...COLUMNS];
+// On a phone, the state stands below the name.
+const NARROW = COLUMNS.filter((one) => one.id !== "state");
 
 /** The list, where an operator can select runs for one order. */
 export function Runs() {
@@ -137,6 +144,7 @@ export function Runs() {
 function List() {
   useTitle("Runs");
   const mayAct = useMayAct();
+  const isNarrow = useNarrow();
   const hasSelected = useSelection().selected.size > 0;
   const given = useSearch({ from: "/" });
   const { sort } = given;
@@ -163,7 +171,7 @@ function List() {
         {(runs) => runs.length === 0 ? <NoRuns filtered={isFiltered(given)} /> : (
           <>
             {hasSelected ? <Bulk /> : null}
-            <Table label="Runs" rows={runs} columns={mayAct ? SELECTABLE : COLUMNS}
+            <Table label="Runs" rows={runs} columns={isNarrow ? NARROW : mayAct ? SELECTABLE : COLUMNS}
               keyOf={(run) => run.uid} open={open} onSort={sortBy} sort={sort} />
             {query.hasNextPage ? (
               <p><button type="button" disabled={query.isFetchingNextPage}

@@ -72,7 +72,8 @@ export function ActionButton({ action: current }: { action: Action }) {
       <button
         type="button"
         onClick={show}
-        disabled={Boolean(current.disabled)}
+        // It keeps the focus, and says why it is disabled when it is pressed.
+        aria-disabled={current.disabled ? true : undefined}
         title={current.disabled ?? undefined}
         aria-label={current.label}
       >
@@ -82,9 +83,13 @@ export function ActionButton({ action: current }: { action: Action }) {
         unmountOnHide hideOnEscape={!mutation.isPending}
         hideOnInteractOutside={!mutation.isPending}>
         <DialogHeading render={<h2 />}>{action.title}</DialogHeading>
-        <DialogDescription render={<div />}>{action.explanation}</DialogDescription>
+        <DialogDescription render={<div />}>
+          {action.disabled ?? action.explanation}
+        </DialogDescription>
         {error ? <Problem error={error} title={isUnanswered ? UNANSWERED : undefined} /> : null}
-        {mutation.isSuccess ? (
+        {action.disabled ? (
+          <div className="choices"><DialogDismiss>Close</DialogDismiss></div>
+        ) : mutation.isSuccess ? (
           <div className="choices">
             <div role="status">{action.done?.(answer) ?? message}</div>
             <DialogDismiss>Close</DialogDismiss>
