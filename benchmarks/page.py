@@ -54,12 +54,14 @@ COUNT_FRAMES: Final = """() => {
     requestAnimationFrame(note);
 }"""
 
-# Notes the milliseconds from the navigation to the first frame with a row.
-NOTE_FIRST_ROW: Final = """
+ROW: Final = "tbody tr"
+CARD: Final = ".react-flow__node"
+# Notes the milliseconds from the navigation to the first frame with an element.
+NOTE_FIRST: Final = """
     const watch = new MutationObserver(() => {
-        if (!document.querySelector("tbody tr")) return;
+        if (!document.querySelector("SELECTOR")) return;
         watch.disconnect();
-        requestAnimationFrame(() => setTimeout(() => window.firstRow_ = performance.now()));
+        requestAnimationFrame(() => setTimeout(() => window.first_ = performance.now()));
     });
     watch.observe(document, { subtree: true, childList: true });
 """
@@ -129,19 +131,19 @@ def script_bytes(browser: Browser, site: testbed.Site) -> int:
     return sum(len(gzip.compress(content, 9)) for content in loaded)
 
 
-def first_view(browser: Browser, site: testbed.Site) -> float:
-    """Return the median seconds from an empty cache until the first row of runs is drawn.
+def first_view(browser: Browser, site: testbed.Site, path: str = "/", seen: str = ROW) -> float:
+    """Return the median seconds from an empty cache until the first element `seen` is drawn.
 
     By the clock of the page, because the driver of the browser looks only now and then.
     """
     found: list[float] = []
     for _ in range(ROUNDS):
         with testbed.page_of(browser, site) as (page, _console_errors):
-            page.add_init_script(NOTE_FIRST_ROW)
-            page.goto("/")
-            page.locator("tbody tr").first.wait_for()
+            page.add_init_script(NOTE_FIRST.replace("SELECTOR", seen))
+            page.goto(path)
+            page.locator(seen).first.wait_for()
             page.wait_for_timeout(FRAME_MS)
-            found.append(page.evaluate("window.firstRow_") / 1000)
+            found.append(page.evaluate("window.first_") / 1000)
     return statistics.median(found)
 
 
@@ -168,21 +170,20 @@ def navigation(browser: Browser, site: testbed.Site) -> dict[str, float]:
 
 def graph(browser: Browser, site: testbed.Site, count: int) -> dict[str, Any]:
     """Measure the deep run's graph: seconds until it is shown, and frames per second."""
+    seen_s = first_view(browser, site, f"/runs/{DEEP}/lineage", CARD)
     with testbed.page_of(browser, site) as (page, _):
-        began = time.monotonic()
         page.goto(f"/runs/{DEEP}/lineage")
-        page.locator(".react-flow__node").first.wait_for()
-        seen_s = time.monotonic() - began
-        folded = page.locator(".react-flow__node").count()
+        page.locator(CARD).first.wait_for()
+        folded = page.locator(CARD).count()
         folded_rate = pan(page)
         # Unfold everything, as a person does who searches for one checkpoint.
         while page.locator(".kind-fold").count() and page.locator(".kind-fold").count() < 200:
-            before = page.locator(".react-flow__node").count()
+            before = page.locator(CARD).count()
             page.locator(".kind-fold").first.click()
             page.wait_for_timeout(700)
-            if page.locator(".react-flow__node").count() <= before:
+            if page.locator(CARD).count() <= before:
                 break
-        opened = page.locator(".react-flow__node").count()
+        opened = page.locator(CARD).count()
         return {
             "checkpoints": count,
             "seen_after_s": seen_s,
