@@ -171,6 +171,30 @@ def test_long_lines_and_bad_bytes_are_found(api: httpx.Client, paths: RunPaths) 
         log.unlink()
 
 
+def test_a_last_line_that_is_longer_than_a_part_is_read_to_its_start(
+    api: httpx.Client, paths: RunPaths
+) -> None:
+    """A progress bar writes one line for hours."""
+    log = paths.attempt(3).rank_log(0, 2, 0)
+    make_directory(log.parent)
+    name = log.relative_to(paths.directory).as_posix()
+    line = "begin" + "=" * 90 + "end\n"
+    try:
+        log.write_text(line)
+        parts: list[str] = []
+        before = None
+        while before != 0:
+            # Each part must lead to an earlier one.
+            assert len(parts) < 10
+            at = {} if before is None else {"before": before}
+            part = get(api, "/part", file=name, limit=20, **at)
+            parts.insert(0, part["text"])
+            before = part["offset"]
+        assert "".join(parts) == line
+    finally:
+        log.unlink()
+
+
 @pytest.mark.parametrize("size", [200 * MEGABYTE, 10 * 1024 * MEGABYTE])
 def test_a_request_to_a_large_log_is_bounded(
     api: httpx.Client, paths: RunPaths, size: int, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from holdfast.contracts.disk.journal import EventKind, needed_facts, problem_wit
 from holdfast_docs import event_book
 from holdfast_docs.event_book import EVENTS
 from holdfast_docs.exit_statuses import EXIT_STATUSES
+from holdfast_docs.schema import bounds, unit
 from holdfast_docs.variables import VARIABLES
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -118,3 +119,10 @@ def test_the_exit_status_table_matches_the_programs() -> None:
         *(statuses.UNAVAILABLE, statuses.REFUSED),
     }
     assert {0, statuses.INTERRUPTED, *of_errors} <= known
+
+
+def test_bounds_have_all_their_digits_and_ratios_no_unit() -> None:
+    assert bounds({"minimum": 1, "maximum": 2**62}) == ["at least 1", f"at most {2**62}"]
+    assert bounds({"exclusiveMaximum": 0.5, "minItems": 1}) == ["less than 0.5", "at least 1 item"]
+    assert bounds({"minItems": 2, "maxItems": 12}) == ["at least 2 items", "at most 12 items"]
+    assert [unit(one) for one in ("after_min", "alerts.ettr_min", "gb")] == ["minutes", "", ""]

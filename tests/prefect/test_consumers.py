@@ -80,6 +80,8 @@ def test_a_flow_gets_the_parameters_that_it_has() -> None:
     schema: dict[str, Any] = {"properties": {"checkpoint": {}, "checkpoint_step": {}, "mode": {}}}
     given = parameters_for(schema, {"mode": "fast"}, offered)
     assert given == {"checkpoint": "a:b", "checkpoint_step": 1, "mode": "fast"}
+    # Only a run of an earlier version can have recorded such a parameter.
+    assert parameters_for(schema, {"checkpoint": "other"}, offered)["checkpoint"] == "a:b"
     with pytest.raises(ServiceError, match="has the parameters mode; expected checkpoint or"):
         parameters_for({"properties": {"mode": {}}}, {}, offered)
 

@@ -94,9 +94,10 @@ BAD: dict[tuple[str, str], tuple[Sequence[str], int]] = {
     ("export", "--rename"): (["x"], 2),
     ("export", "--dtype"): (["fp16", "int8"], 2),
     ("prune", "--keep-last"): (["0", "x"], 2),
+    ("pin", "--note"): (["x" * 4001, "\x1b[2J"], 2),
 }
-# Any text is a pattern, a user or a note.
-ANY_TEXT = {("runs", "--user"), ("runs", "--name"), ("pin", "--note")}
+# Any text is a pattern or a user.
+ANY_TEXT = {("runs", "--user"), ("runs", "--name")}
 
 
 @dataclass(frozen=True)
@@ -313,9 +314,10 @@ def logs_rows(w: World) -> dict[str, bool]:
 def wait_rows(w: World) -> dict[str, bool]:
     began = time.monotonic()
     late = w("wait", "gpt-b", "--timeout", "0.1").status
+    running = w("wait", "gpt-b", "--for", "running")
     return {
         "--timeout": late == 1 and time.monotonic() - began < 30,
-        "--for": w("wait", "gpt-b", "--for", "running").status == 0,
+        "--for": running.status == 0 and running.out.endswith("running: its ranks train\n"),
         "--any": w("wait", "gpt", "gpt-b", "--any").status == 0,
     }
 

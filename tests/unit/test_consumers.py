@@ -114,6 +114,12 @@ def test_a_few_start_at_once_and_a_failure_rests() -> None:
         ({"on": [{"name": "a", "deployment": "eval"}]}, "on[0].deployment"),
         ({"on": [{"name": "a", "deployment": "e/v", "job": {}}]}, "work pool"),
         ({"on": [{"name": "a", "command": ["x"], "parameters": {"n": 1}}]}, "only with deployment"),
+        (
+            {"on": [{"name": "a", "deployment": "e/v", "parameters": {"checkpoint": 1}}]},
+            "parameters checkpoint: Holdfast sets them",
+        ),
+        ({"on": [{"name": "a", "command": ["x"], "job": {"extra": {"time": 5}}}]}, "timeout_min"),
+        ({"on": [{"name": "a", "command": ["x"], "job": {"extra": {"mem": 5}}}]}, "job.memory_gb"),
         ({"on": [{"name": "a/b", "command": ["x"]}]}, "on[0].name"),
         ({"on": [{"name": "a", "command": []}]}, "on[0].command"),
         ({"on": [{"name": "a", "command": ["x"], "evnt": "pin"}]}, "evnt"),
@@ -123,6 +129,15 @@ def test_a_wrong_consumer_is_refused(table: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError) as refused:
         load_spec({"name": "kelp", "command": ["train.py"], **table})
     assert said in "\n".join([str(refused.value), *refused.value.problems])
+
+
+def test_the_job_of_a_consumer_may_require_other_features_than_the_run() -> None:
+    job = {"partition": "eval", "extra": {"constraint": "a100"}}
+    on = [{"name": "a", "command": ["x"], "job": job}]
+    table = {"on": on, "resources": {"executor": "slurm", "constraint": "h100"}}
+    made = load_spec({"name": "kelp", "command": ["train.py"], **table})
+    assert made.on[0].job is not None
+    assert made.on[0].job.extra == {"constraint": "a100"}
 
 
 class World:

@@ -45,6 +45,7 @@ def test_one_thing_has_no_plural(tmp_path: Path) -> None:
             'command = ["t.py"]\n[launch]\nwrapper = "apptainer exec a.sif"',
             'expected a list of arguments: ["apptainer", "exec", "a.sif"]',
         ),
+        ('command = ["t.py"]\non = \'[{"name": "a"}]\'', "expected TOML, such as {name = "),
     ],
 )
 def test_a_text_instead_of_a_list_is_shown_as_a_list(text: str, said: str, tmp_path: Path) -> None:

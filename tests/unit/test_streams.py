@@ -601,6 +601,17 @@ def test_arguments_of_a_stream_are_checked_before_the_first_step(tmp_path: Path)
             session.stream(source, 2, sampler=None)
         with pytest.raises(TypeError, match="does not name its shards"):
             session.stream(Bare(), 2)
+        for wrong in (
+            {"prefetch_factor": 2},
+            {"timeout": 5.0},
+            {"num_workers": 1, "prefetch_factor": 0},
+            {"num_workers": 1, "timeout": -1},
+            {"num_workers": 1, "multiprocessing_context": "thread"},
+        ):
+            with pytest.raises(SpecError, match=list(wrong)[-1]):
+                session.stream(source, 2, **wrong)
+        with pytest.raises(TypeError, match="worker_init_fn=3: expected a function"):
+            session.stream(source, 2, num_workers=1, worker_init_fn=3)
         session.stream(source, 2)
         with pytest.raises(CheckpointError, match="expected a name without dots"):
             session.stream(source, 2)

@@ -20,22 +20,15 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Cancelling
 
-from holdfast.contracts import environment
 from holdfast.contracts.disk.paths import ConsumerPaths
 from holdfast.contracts.errors import HoldfastError, NotFoundError, ServiceError
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.records.attempt import read_document
 from holdfast.contracts.records.consumers import ConsumerOrder
 from holdfast.contracts.records.history import load_identity
+from holdfast.contracts.spec.consumers import OFFERED
 from holdfast.flows.deployments import api_url, newest_flow_run, open_client
 
-# The parameters that a flow gets if it has them, each from a variable of the consumer.
-OFFERED: Final[Mapping[str, str]] = {
-    "checkpoint": environment.CHECKPOINT,
-    "checkpoint_path": environment.CHECKPOINT_PATH,
-    "checkpoint_step": environment.CHECKPOINT_STEP,
-    "metrics_file": environment.METRICS_FILE,
-}
 WHICH: Final = ("checkpoint", "checkpoint_path")
 TAG: Final = "holdfast-consumer-"
 POLL_S: Final = 2.0
@@ -73,7 +66,7 @@ def parameters_for(
             f"the flow has the parameters {', '.join(known) or 'none'}; expected "
             f"{' or '.join(WHICH)}, which says what to use"
         )
-    return {**found, **given}
+    return {**given, **found}
 
 
 def run(paths: ConsumerPaths, stop: _Stop) -> tuple[bool, str]:

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run as current_flow_run
+from pydantic import Field
 
 from holdfast.contracts.bench_package import require_bench_package
 from holdfast.contracts.disk.paths import LATEST, RunPaths
@@ -180,6 +181,8 @@ def _cancel(paths: RunPaths, *, by: str, reason: str) -> str:
 
 
 Answer = dict[str, Any] | State[Any]
+# A form of Prefect refuses less.
+Count = Annotated[int, Field(ge=1)]
 
 
 @flow(name="submit", on_cancellation=[cancellation.cancel_run_of_flow], persist_result=False)
@@ -200,7 +203,7 @@ def submit(
 
 @flow(name="relaunch", on_cancellation=[cancellation.cancel_run_of_flow], persist_result=False)
 def relaunch(
-    run: str, gpus: int | None = None, root: str | None = None, by: str | None = None
+    run: str, gpus: Count | None = None, root: str | None = None, by: str | None = None
 ) -> Answer:
     """Continue a run in a new attempt, and supervise it. A live run saves a checkpoint first.
 
@@ -339,7 +342,11 @@ def export(
 
 @flow(name="drill", persist_result=False)
 def drill(
-    run: str, count: int = 6, seed: int = 0, kinds: list[str] | None = None, root: str | None = None
+    run: str,
+    count: Count = 6,
+    seed: int = 0,
+    kinds: list[str] | None = None,
+    root: str | None = None,
 ) -> dict[str, Any]:
     """Inject faults into a run that is training, and check the invariants after each.
 
@@ -402,8 +409,8 @@ def resume(
 @flow(name="sweep", persist_result=False)
 def sweep(
     spec: SpecParameter,
-    variants: dict[str, list[str]],
-    gpus: int,
+    variants: Annotated[dict[str, list[str]], Field(min_length=1)],
+    gpus: Count,
     root: str | None = None,
     by: str | None = None,
 ) -> dict[str, Any]:

@@ -53,6 +53,7 @@ _EXPECTED: Final = {
     "model_type": "a table of keys",
     "model_attributes_type": "a table of keys",
 }
+_OF_SEVERAL: Final = frozenset({"tuple_type", "dict_type", "model_type"})
 # The unit of a number, by the end of its key.
 _UNIT: Final = re.compile(r"_(s|hours|gb|(?:after|timeout|limit|age_max)_min)(?:_per_\w+|\.\w+)?$")
 _UNITS: Final = {
@@ -176,6 +177,8 @@ def _describe(where: str, found: Sequence[ErrorDetails], model: type[BaseModel])
     if error["type"] == "missing":
         return f"{where}: missing; expected {_field_description(where, model)}; add it to the spec"
     given = shorten(error["input"])
+    if error["type"] in _OF_SEVERAL and _is_json(error["input"]):
+        return f'{where}: given {given}; expected TOML, such as {{name = "a"}}, and not JSON'
     if error["type"] == "tuple_type":
         return f"{where}: given {given}; expected {_expected_list(where, error['input'])}"
     expected = " or ".join(dict.fromkeys(_expected(each, where) for each in found))
@@ -241,6 +244,17 @@ def _field_description(where: str, model: type[BaseModel]) -> str:
     if where == "command":
         return 'the program\'s own argv, such as ["train.py"]'
     return (field.description if field else None) or "a value"
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether a value is the text of a table or a list in JSON, which TOML reads as text."""
+    if not isinstance(value, str) or not value.startswith(("{", "[")):
+        return False
+    try:
+        json.loads(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _expected_list(where: str, value: Any) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from holdfast.contracts.plain_text import exact
 from holdfast_docs.markdown import code
 
 Schema = Mapping[str, Any]
@@ -30,8 +31,12 @@ _UNITS: Final = {
     "_at": "Unix seconds",
     "_gb": "gigabytes",
     "_gb_per_node": "gigabytes",
+    "_gb_per_cpu": "gigabytes",
+    "_s_max": "seconds",
     "_bytes": "bytes",
 }
+# A ratio, which has no unit.
+_RATIO: Final = "ettr_min"
 
 
 def reference(schema: Schema) -> str | None:
@@ -63,13 +68,15 @@ def spell(schema: Schema, name: Name = code) -> str:
 
 def bounds(schema: Schema) -> list[str]:
     """The limits of a value."""
-    found = [words.format(f"{schema[key]:g}") for key, words in _BOUNDS.items() if key in schema]
+    found = [words.format(exact(schema[key])) for key, words in _BOUNDS.items() if key in schema]
+    found = [one.removesuffix("s") if " 1 " in one else one for one in found]
     return [*found, f"matches {code(schema['pattern'])}"] if "pattern" in schema else found
 
 
 def unit(name: str) -> str:
     """The unit that the end of a name gives; empty without one."""
-    return next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
+    ends = () if name.endswith(_RATIO) else _UNITS.items()
+    return next((unit for end, unit in ends if name.endswith(end)), "")
 
 
 def default(schema: Schema) -> str:

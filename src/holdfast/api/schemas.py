@@ -557,13 +557,13 @@ class AskAcknowledge(Body):
     """Acknowledge the problem `id` of the list of what needs attention."""
 
     id: Annotated[str, Field(min_length=1, max_length=5000, pattern=r"^[^\x00]*$")]
-    note: Annotated[str, Field(max_length=2000)] = ""
+    note: Annotated[str, Field(max_length=NOTE_CHARACTERS_MAX)] = ""
 
 
 class AskPin(Body):
     """Pin a checkpoint; `note` is the recorded reason."""
 
-    note: Annotated[str, Field(max_length=2000)] = ""
+    note: Annotated[str, Field(max_length=NOTE_CHARACTERS_MAX)] = ""
 
 
 class AskAnnotate(Body):

@@ -55,7 +55,7 @@ def wait(
     except KeyboardInterrupt:
         warn("holdfast: stopped waiting; the runs continue")
         raise typer.Exit(INTERRUPTED) from None
-    facts = [_facts(history) for history in histories]
+    facts = [_facts(history, goal) for history in histories]
     answer(facts, as_json, _render)
     wanted = {RunState.COMPLETED, *([RunState.RUNNING] if goal is Goal.RUNNING else [])}
     there = [history.state in wanted for history in histories if _is_there(history, goal)]
@@ -90,9 +90,13 @@ def _wait(
         time.sleep(POLL_S)
 
 
-def _facts(history: RunHistory) -> dict[str, Any]:
-    reason = "it has not ended" if history.state.is_live else end_reason(history)
-    return summarize(history, reason)
+def _facts(history: RunHistory, goal: Goal) -> dict[str, Any]:
+    if not history.state.is_live:
+        return summarize(history, end_reason(history))
+    if goal is Goal.ENDED:
+        return summarize(history, "it has not ended")
+    is_there = _is_there(history, goal)
+    return summarize(history, "its ranks train" if is_there else "its ranks do not train yet")
 
 
 def _render(facts: Sequence[Mapping[str, Any]]) -> None:

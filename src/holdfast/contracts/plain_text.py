@@ -32,6 +32,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def exact(number: float) -> str:
+    """Return a number with all its digits, whole ones without a point: `1763333333`, `0.5`."""
+    return str(int(number)) if number == number // 1 else str(number)
+
+
 def unix_time(moment: str | None) -> float | None:
     """Return the Unix seconds of an ISO 8601 text; None for None and for no time."""
     try:

@@ -49,7 +49,8 @@ def read_log(
     """Return up to `limit` bytes of a rank's log from `offset`, or the end of the log.
 
     With `before`, the part ends at that byte, which is the `offset` of another part. Without
-    `launch`, the newest launch is read. A part ends with a complete line if possible, and always
+    `launch`, the newest launch is read. Without `offset`, a part begins with a complete line if
+    one fits. A part ends with a complete line if possible, and always
     with a complete character. Secrets are masked by the same number of bytes. Raises
     `NotFoundError` if there is no such log.
     """
@@ -82,9 +83,10 @@ def read_part(
     # Masked in the file's bytes before anything is cut, or a part could begin inside a secret.
     content = read_masked(file, start, min(limit, end - start), secrets)
     if offset is None and start:
-        # Begin with a complete line.
+        # Begin with a complete line. A part of one that is longer is better than nothing.
         cut = content.find(b"\n") + 1
-        start, content = start + cut, content[cut:]
+        if cut < len(content):
+            start, content = start + cut, content[cut:]
     content = _whole(content, is_end=start + len(content) >= end)
     return {
         "offset": start,

@@ -9,6 +9,7 @@ from fastapi import Depends, Query, Request
 
 from holdfast.api.services import services_of
 from holdfast.contracts.errors import QueryError
+from holdfast.contracts.plain_text import exact
 from holdfast.contracts.spec.tags import TAG, TAGS_MAX
 from holdfast.contracts.states import Cause, RunState
 from holdfast.lineage.queries.pages import RunFilter, SortOrder
@@ -95,5 +96,6 @@ def refuse_reversed(name: str, first: float | None, last: float | None) -> None:
     """Raise `QueryError` for a range that contains nothing."""
     if first is not None and last is not None and first > last:
         raise QueryError(
-            f"{name}_from {first:g} is after {name}_to {last:g}, so nothing can match; swap them"
+            f"{name}_from {exact(first)} is after {name}_to {exact(last)}, so nothing can match; "
+            "swap them"
         )

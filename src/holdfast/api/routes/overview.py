@@ -22,6 +22,7 @@ from holdfast.api.schemas import (
 )
 from holdfast.api.services import services_of
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
+from holdfast.contracts.records.annotations import require_note
 from holdfast.lineage.queries import reports, totals, views
 from holdfast.lineage.queries.cursors import PAGE_DEFAULT
 from holdfast.lineage.queries.pages import FilterValues, RunSort
@@ -56,6 +57,7 @@ def acknowledge(request: Request, body: AskAcknowledge, caller: Operator) -> Att
     The first acknowledgement counts. A problem of a root is recorded by this server.
     """
     services = services_of(request)
+    require_note(body.note)
     item = services.attention.find(body.id)
     if item.acknowledged is not None:
         return item

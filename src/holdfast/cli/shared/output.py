@@ -102,6 +102,8 @@ def print_usage(error: TyperException) -> None:
     """Print what is wrong with the arguments, and the usage of the command."""
     from typer.rich_utils import rich_format_error
 
+    # Typer puts the type of Python's error before its text.
+    error.message = error.message.replace("Value error, ", "", 1)
     rich_format_error(cast(Any, error))
 
 

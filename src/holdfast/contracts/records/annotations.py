@@ -90,6 +90,12 @@ def _changed(former: Annotation, added: Iterable[str], removed: Iterable[str]) -
     return replace(former, tags=tuple(sorted(tags)))
 
 
+def require_note(note: str) -> None:
+    """Raise `SpecError` for text that cannot be the note of a change, a pin or an answer."""
+    if (problem := problem_with_note(note)) is not None:
+        raise SpecError(problem)
+
+
 def problem_with_note(note: str) -> str | None:
     """Return why `note` cannot be a note, or None. Empty text removes the note."""
     if len(note) > NOTE_CHARACTERS_MAX:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
+from holdfast.contracts import environment
 from holdfast.contracts.spec.part import SpecPart
-from holdfast.contracts.spec.slurm_options import SbatchOptions
+from holdfast.contracts.spec.slurm_options import JobOptions
 
 CONSUMERS_MAX: Final = 16
+# The parameters that a deployment's flow gets if it has them, each from a variable of the consumer.
+OFFERED: Final[Mapping[str, str]] = {
+    "checkpoint": environment.CHECKPOINT,
+    "checkpoint_path": environment.CHECKPOINT_PATH,
+    "checkpoint_step": environment.CHECKPOINT_STEP,
+    "metrics_file": environment.METRICS_FILE,
+}
 Trigger = Literal["commit", "pin", "best", "preemption", "end"]
 ExportKind = Literal["torch", "safetensors", "hf", "dcp"]
 
 
 class ConsumerJob(SpecPart):
-    """A job of the consumer on Slurm, on one node. Keys without a value are those of the run."""
+    """A job of the consumer on Slurm, on one node."""
 
     gpus: Annotated[int, Field(ge=0, le=64)] = Field(default=1, description="GPUs of the job")
     cpus: Annotated[int, Field(ge=1, le=4096)] | None = Field(
@@ -25,11 +34,13 @@ class ConsumerJob(SpecPart):
     memory_gb: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="memory of the job, in GB. None: Slurm's default"
     )
-    partition: str | None = Field(default=None, description="Slurm partition")
-    account: str | None = Field(default=None, description="Slurm account")
-    qos: str | None = Field(default=None, description="Slurm QOS")
-    extra: SbatchOptions = Field(
-        default_factory=dict, description="further sbatch options by their long names"
+    partition: str | None = Field(default=None, description="Slurm partition. None: the run's")
+    account: str | None = Field(default=None, description="Slurm account. None: the run's")
+    qos: str | None = Field(default=None, description="Slurm QOS. None: the run's")
+    extra: JobOptions = Field(
+        default_factory=dict,
+        description="further sbatch options by their long names. They are added to "
+        "`resources.extra`, and have precedence",
     )
 
 
@@ -66,7 +77,8 @@ class Consumer(SpecPart):
         "`metrics_file` that it has",
     )
     parameters: dict[str, Any] = Field(
-        default_factory=dict, description="further parameters of the deployment's flow"
+        default_factory=dict,
+        description="further parameters of the deployment's flow, with other names",
     )
     job: ConsumerJob | None = Field(
         default=None,

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
-from holdfast.contracts.plain_text import counted
+from holdfast.contracts.plain_text import counted, exact
 from holdfast.contracts.spec import sections
 from holdfast.contracts.spec.checkpoint import Checkpointing
-from holdfast.contracts.spec.consumers import Consumer
+from holdfast.contracts.spec.consumers import OFFERED, Consumer
 from holdfast.contracts.spec.part import SpecPart
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.states import Cause
@@ -388,16 +388,16 @@ def _times(spec: Sections, written: _Written) -> Iterator[str]:
     for key in _CONSEQUENCES:
         if minutes is not None and seconds.get(key, 0.0) >= 60 * minutes:
             yield (
-                f"{key} {seconds[key]:g} and resources.time_limit_min {minutes}: the attempt ends "
-                f"after {60 * minutes} s, so {_CONSEQUENCES[key]}; set a shorter {key}, or a "
-                "longer resources.time_limit_min"
+                f"{key} {exact(seconds[key])} and resources.time_limit_min {minutes}: the attempt "
+                f"ends after {60 * minutes} s, so {_CONSEQUENCES[key]}; set a shorter {key}, or "
+                "a longer resources.time_limit_min"
             )
     grace_s, flush_s = spec.supervision.grace_s, spec.supervision.flush_timeout_s
     if grace_s > flush_s:
         yield (
-            f"supervision.grace_s {grace_s:g} and supervision.flush_timeout_s {flush_s:g}: a stop "
-            "may not take longer than flush_timeout_s, so the rest of the grace would be lost; set "
-            "a shorter grace_s, or a longer flush_timeout_s"
+            f"supervision.grace_s {exact(grace_s)} and supervision.flush_timeout_s "
+            f"{exact(flush_s)}: a stop may not take longer than flush_timeout_s, so the rest of "
+            "the grace would be lost; set a shorter grace_s, or a longer flush_timeout_s"
         )
 
 
@@ -532,6 +532,11 @@ def _consumers(spec: Sections, written: _Written) -> Iterator[str]:
                 f"on {one.name!r}: job asks for a Slurm job, and resources.executor is 'local', "
                 "which has no queue and reserves no GPUs; leave job out to run the command on this "
                 "machine, and begin it with 'env', 'CUDA_VISIBLE_DEVICES=7' to choose its GPU"
+            )
+        if taken := [name for name in OFFERED if name in one.parameters]:
+            yield (
+                f"on {one.name!r}: parameters {', '.join(taken)}: Holdfast sets them for each "
+                "checkpoint; leave them out"
             )
 
 

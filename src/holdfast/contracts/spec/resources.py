@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
-from holdfast.contracts.plain_text import counted
+from holdfast.contracts.plain_text import counted, exact
 from holdfast.contracts.spec.part import SpecPart
 from holdfast.contracts.spec.slurm_options import SbatchOptions
 
@@ -242,8 +242,8 @@ class Resources(SpecPart):
         per_node, per_cpu = self.memory_gb_per_node, self.memory_gb_per_cpu
         if per_node is not None and per_cpu is not None:
             raise ValueError(
-                f"resources.memory_gb_per_node {per_node:g} and resources.memory_gb_per_cpu "
-                f"{per_cpu:g}: Slurm takes one of them, so leave the other out"
+                f"resources.memory_gb_per_node {exact(per_node)} and resources.memory_gb_per_cpu "
+                f"{exact(per_cpu)}: Slurm takes one of them, so leave the other out"
             )
         return self
 

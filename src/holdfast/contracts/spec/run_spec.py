@@ -62,9 +62,9 @@ class RunSpec(SpecPart):
         description="settings for the program. Holdfast passes them on as "
         "`holdfast.trainer.config`. It reads only two things. It digests `data`, "
         "with the size and modification time of each file that `data` names. The first of "
-        "`steps`, `max_steps`, `total_steps` and `train_steps` is the program's last step: "
-        "Holdfast shows progress against it, and reports a program that exits before it as "
-        "incomplete",
+        "`steps`, `max_steps`, `total_steps` and `train_steps` that is a whole number above 0 is "
+        "the program's last step: Holdfast shows progress against it, and reports a program that "
+        "exits before it as incomplete",
     )
     launch: sections.Launch = sections.Launch()
     program: sections.Program = sections.Program()

@@ -76,6 +76,18 @@ REFUSED: Final[Mapping[str, str]] = {
     "uid": "leave it out: a run belongs to the user who submits it",
     "gid": "leave it out: a run belongs to the user who submits it",
 }
+# The same for the job of a consumer. It has one node, and may require other features of it.
+REFUSED_IN_JOBS: Final[Mapping[str, str]] = {
+    **{name: text for name, text in REFUSED.items() if name != "constraint"},
+    **dict.fromkeys(("signal", "time", "time-min"), "set timeout_min of the consumer"),
+    **dict.fromkeys(("gres", "gpus", "gpus-per-node", "gpus-per-task"), "set job.gpus"),
+    **dict.fromkeys(("gpus-per-socket",), "set job.gpus"),
+    **dict.fromkeys(("cpus-per-gpu", "cpus-per-task"), "set job.cpus"),
+    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "set job.memory_gb"),
+    **{name: f"set job.{name}" for name in ("partition", "account", "qos")},
+    "nodes": "leave it out: the job has one node",
+    "wrap": "set command of the consumer",
+}
 # With these, Holdfast could not find its job, or there would be several jobs. They are refused in
 # recorded specs too.
 LOSES_JOB: Final = (
@@ -85,24 +97,28 @@ LOSES_JOB: Final = (
 )
 
 
-def problem_with_option(name: str, among: Iterable[str] = REFUSED) -> str:
-    """Return why `resources.extra` must not contain the sbatch option `name`; empty if it may.
+def problem_with_option(
+    name: str, among: Iterable[str] = REFUSED, instead: Mapping[str, str] = REFUSED
+) -> str:
+    """Return why `extra` must not contain the sbatch option `name`; empty if it may.
 
     sbatch accepts unique abbreviations of long names, so prefixes of refused names are refused too.
     `among` are the refused names: `REFUSED` for new specs, `LOSES_JOB` for recorded ones.
+    `instead` says what to do instead of each.
     """
     if not _LONG_NAME.fullmatch(name):
         return f"option {name!r}: expected the long name of an sbatch option, such as 'reservation'"
     refused = next((each for each in among if each.startswith(name)), None)
     if refused is None:
         return ""
-    return f"option {name!r} is not for extra: {REFUSED[refused]}"
+    return f"option {name!r} is not for extra: {instead[refused]}"
 
 
 def _leave_holdfasts(
-    options: dict[str, str | int | bool], info: ValidationInfo
+    options: dict[str, str | int | bool], info: ValidationInfo, refused: Mapping[str, str] = REFUSED
 ) -> dict[str, str | int | bool]:
-    problems = [problem for name in options if (problem := problem_with_option(name))]
+    found = (problem_with_option(name, refused, refused) for name in options)
+    problems = [problem for problem in found if problem]
     # The option was accepted when the run was made. The executor refuses a submission that would
     # lose the job, see decision 44.
     if problems and not is_recorded(info):
@@ -110,8 +126,15 @@ def _leave_holdfasts(
     return options
 
 
+def _leave_those_of_jobs(
+    options: dict[str, str | int | bool], info: ValidationInfo
+) -> dict[str, str | int | bool]:
+    return _leave_holdfasts(options, info, REFUSED_IN_JOBS)
+
+
 # Options of a spec by their long names. Those that Holdfast sets itself are refused.
 SbatchOptions = Annotated[dict[str, str | int | bool], AfterValidator(_leave_holdfasts)]
+JobOptions = Annotated[dict[str, str | int | bool], AfterValidator(_leave_those_of_jobs)]
 
 
 def problem_with_setup(lines: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from multiprocessing import get_all_start_methods
 from typing import Any, Final
 
 from torch.utils.data import default_collate
@@ -17,7 +18,7 @@ from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.session.lifetime import Lifetime, while_open
 from holdfast.trainer.state.run_state import ProgramState, Streams
 from holdfast.trainer.streams.convert import StreamDataset, as_source, is_streaming_dataset
-from holdfast.trainer.streams.loader import StreamLoader, StreamOptions
+from holdfast.trainer.streams.loader import OF_WORKERS, StreamLoader, StreamOptions
 from holdfast.trainer.streams.mosaic import StreamingLoader, check_arguments
 from holdfast.trainer.streams.source import SHARDS_MAX, Source
 
@@ -118,7 +119,7 @@ class StreamMethods:
             repeat=truth(repeat, "repeat"),
             collate=_function(collate_fn, "collate_fn") or default_collate,
             transform=_function(transform, "transform"),
-            loader=_passed_on(loader),
+            loader=_passed_on(loader, num_workers),
         )
         if not isinstance(name, str):
             raise TypeError(f"name={name!r}: expected text")
@@ -193,10 +194,30 @@ def _continued(streams: Streams, name: str, made: StreamLoader | StreamingLoader
     return ""
 
 
-def _passed_on(loader: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return arguments for torch's DataLoader. Raises `TypeError` for others."""
+def _passed_on(loader: Mapping[str, Any], workers: int) -> Mapping[str, Any]:
+    """Return arguments for torch's DataLoader. Raises `TypeError` or `SpecError` for others.
+
+    torch would look at them when the first batch is read. Without workers, it takes a function for
+    them and refuses the other arguments of workers.
+    """
     if unknown := sorted(set(loader) - {*PASSED_ON}):
         raise TypeError(f"stream() got {unknown}: expected further arguments of {PASSED_ON}")
+    of_workers = set(OF_WORKERS) - {"worker_init_fn"}
+    if not workers and (unused := sorted(name for name in of_workers if loader.get(name))):
+        raise SpecError(
+            f"stream(): {', '.join(unused)}: num_workers is 0, and no worker would use it; set "
+            "num_workers, or leave it out"
+        )
+    truth(loader.get("pin_memory", False), "pin_memory")
+    _function(loader.get("worker_init_fn"), "worker_init_fn")
+    if loader.get("prefetch_factor") is not None:
+        whole(loader["prefetch_factor"], "prefetch_factor", least=1)
+    seconds = loader.get("timeout", 0)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+        raise SpecError(f"timeout={seconds!r}: expected a number of seconds, 0 or more")
+    start = loader.get("multiprocessing_context")
+    if isinstance(start, str) and start not in (known := get_all_start_methods()):
+        raise SpecError(f"multiprocessing_context={start!r}: expected one of {', '.join(known)}")
     return loader
 
 

@@ -26,6 +26,8 @@ from holdfast.trainer.streams.source import Source, names_of
 
 T = TypeVar("T")
 
+# Arguments of a DataLoader that only its workers use.
+OF_WORKERS: Final = ("prefetch_factor", "timeout", "worker_init_fn", "multiprocessing_context")
 # What a resume must find unchanged, because positions of the checkpoint depend on it.
 _FIXED: Final = ("shards", "digest", "seed", "shuffle", "buffer")
 # A change of these divides the rest of the epoch again.
@@ -501,5 +503,4 @@ def new_generator() -> Any:
 
 def without_workers(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a DataLoader that it accepts without workers."""
-    of_workers = {"prefetch_factor", "timeout", "worker_init_fn", "multiprocessing_context"}
-    return {key: value for key, value in given.items() if key not in of_workers}
+    return {key: value for key, value in given.items() if key not in OF_WORKERS}

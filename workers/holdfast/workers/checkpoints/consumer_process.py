@@ -29,7 +29,7 @@ from holdfast.contracts.disk.leases import reading
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import ConsumerPaths, checkpoint_id
 from holdfast.contracts.errors import HoldfastError, NotFoundError
-from holdfast.contracts.plain_text import plain_line
+from holdfast.contracts.plain_text import exact, plain_line
 from holdfast.contracts.records.attempt import Claim, create_document, read_document
 from holdfast.contracts.records.consumers import ConsumerOrder, ConsumerOutcome
 from holdfast.contracts.records.history import load_identity
@@ -192,7 +192,7 @@ def _run_command(work: _Work, path: Path) -> ConsumerOutcome:
         if work.stop.name:
             why = f"{work.stop.name} came, as when a job is preempted or cancelled"
         elif time.monotonic() >= give_up:
-            why = f"killed after {order.timeout_s:g} s, its time limit"
+            why = f"killed after {exact(order.timeout_s)} s, its time limit"
     _end_all(process)
     copy.join(TERM_WAIT_S)
     if why:

@@ -14,6 +14,7 @@ from holdfast.contracts.disk.journal import AUTOMATIC, EventKind
 from holdfast.contracts.disk.manifest import read_manifest, require_own_directory
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, checkpoint_id
 from holdfast.contracts.plain_text import counted
+from holdfast.contracts.records.annotations import require_note
 from holdfast.contracts.records.attempt import (
     Request,
     StopFile,
@@ -218,9 +219,11 @@ def _open_request(history: RunHistory) -> int | None:
 def pin(paths: RunPaths, checkpoint: str, *, by: str, note: str = "", writer: str = "cli") -> str:
     """Keep a checkpoint whatever the keep rules say; return its id.
 
-    Raises `NotFoundError` if there is none, or if it was deleted before the pin took effect, and
-    `CheckpointError` for one that the program wrote itself.
+    Raises `NotFoundError` if there is none, or if it was deleted before the pin took effect,
+    `CheckpointError` for one that the program wrote itself, and `SpecError` for what cannot be a
+    note.
     """
+    require_note(note)
     _check_committed(paths, checkpoint)
     with _orders_of_run(paths) as book:
         number = book.give(EventKind.PINNED, checkpoint=checkpoint, by=by, note=note, via=writer)

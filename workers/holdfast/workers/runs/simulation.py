@@ -20,7 +20,7 @@ from holdfast.contracts.account.save_interval import PRIOR_NODE_S, Failures, cho
 from holdfast.contracts.disk.journal import GROWER, Event, EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.plain_text import counted
+from holdfast.contracts.plain_text import counted, exact
 from holdfast.contracts.records.attempt import RunRecord
 from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.records.tally import LaunchSpan, Span
@@ -380,8 +380,8 @@ def simulate(
     """
     if steps * costs.step_s > END_S_MAX:
         raise SpecError(
-            f"{steps} steps of {costs.step_s:g} s take {steps * costs.step_s:.3g} s, expected at "
-            f"most {END_S_MAX:.3g} s; give fewer --steps, or a smaller --cost step_s"
+            f"{steps} steps of {exact(costs.step_s)} s take {steps * costs.step_s:.3g} s, expected "
+            f"at most {END_S_MAX:.3g} s; give fewer --steps, or a smaller --cost step_s"
         )
     places = [*fallbacks, *[None] * len(spec.resources.fallbacks)][: len(spec.resources.fallbacks)]
     always = Trace((GPUS_ALWAYS,), trace.gap_s)
