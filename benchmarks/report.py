@@ -67,7 +67,7 @@ rank counts.
   do not count, because the first copy into a slot touches new pages. torch_checkpointing gets
   the same steps. Its class for resharding needs CUDA, so it saves without; its direct writes
   fail on ext4, so they are off; it does not call `fsync`.
-- *staging*: in each pair a raw write, and for each mode a session of its own with three saves. The
+- *staging*: in each pair a raw write, and for each mode a separate session with three saves. The
   second is timed. During the third, each rank computes. The images of `disk` are on the same disk.
 - *one rank, with a free core* is the same for one rank with one thread and half of the state.
 - *neighbours*: jobs of two nodes on this machine, with a snapshot in every second step of 60. All

@@ -8,7 +8,7 @@ It compares three ways to start the program: an agent with a warm standby, an ag
 meanwhile, so that other load on the machine affects all of them.
 
 `--node-losses` then rehearses the loss of one node of four so often with a spare node, and so often
-without one, as `holdfast drill` does. Each has a job of its own.
+without one, as `holdfast drill` does. Each has a separate job.
 
 `--queue` then loses the node of a job on a full Slurm cluster so often, see
 `benchmarks/full_queue.py`.

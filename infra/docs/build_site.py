@@ -1,4 +1,4 @@
-"""Build the documentation site: this version in a folder of its own, and the list of versions.
+"""Build the documentation site: this version in a separate folder, and the list of versions.
 
     .venv/bin/python infra/docs/build_site.py [--site DIR] [--release] [--base-url URL]
 

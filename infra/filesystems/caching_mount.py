@@ -24,7 +24,7 @@ COMPILE_TIMEOUT_S: Final = 120
 MOUNT_WAIT_S: Final = 15.0
 COUNTS: Final = "CACHING_FS_COUNTS"
 LOCKS: Final = "CACHING_FS_LOCKS"
-# Runs a command after a mount in a mount namespace of its own. The mount ends with the namespace.
+# Runs a command after a mount in a separate mount namespace. The mount ends with the namespace.
 THEN: Final = 'set -e; "$1" "$2" "$3" "$4" -o "$5"; shift 5; exec "$@"'
 
 

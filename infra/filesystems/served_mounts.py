@@ -3,7 +3,7 @@
     with served("glusterfs", FOLDER) as shared, shared.mounted(POINT, "login"):
         subprocess.run([*shared.in_own_mount(POINT, "n1"), "ls", POINT])
 
-`FOLDER` gets the server's data, logs and sockets. Each host has a client of its own, in a mount
+`FOLDER` gets the server's data, logs and sockets. Each host has its own client, in a mount
 namespace of its own. A client ends with the process that it was started for.
 """
 
@@ -90,7 +90,7 @@ class Served:
         return done.stdout.splitlines()[0].strip()
 
     def in_own_mount(self, point: Path, host: str) -> list[str]:
-        """Return the words before a command that sees `point` through a client of its own."""
+        """Return the words before a command that sees `point` through its own client."""
         isolate = ["unshare", "--mount", "--propagation=private"]
         return [*isolate, sys.executable, __file__, str(self._folder), str(point), host]
 

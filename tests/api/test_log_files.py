@@ -186,7 +186,7 @@ def test_a_last_line_that_is_longer_than_a_part_is_read_to_its_start(
         while before != 0:
             # Each part must lead to an earlier one.
             assert len(parts) < 10
-            at = {} if before is None else {"before": before}
+            at: dict[str, int] = {} if before is None else {"before": before}
             part = get(api, "/part", file=name, limit=20, **at)
             parts.insert(0, part["text"])
             before = part["offset"]

@@ -141,7 +141,7 @@ def capture_hang(hang: Hang, into: Path) -> Path:
             stacks = [take_stack(StackTarget(rank=r, pid=p.pid)) for r, p in sorted(ranks.items())]
             return _keep(hang, folder, [stack for stack, _ in stacks], into)
         finally:
-            # The ranks first: torchrun gives each a session of its own.
+            # The ranks first: torchrun gives each a separate session.
             for process in ranks.values():
                 process.kill()
             os.killpg(launched.pid, signal.SIGKILL)

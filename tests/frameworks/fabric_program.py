@@ -26,7 +26,7 @@ EPOCHS = 2
 ACCUMULATE = 2
 Mark = Callable[[str, int], None]
 # "plain" accumulates. "folds" has two models, and two training passes in each epoch, over loaders
-# that are made in it. "alone" is one rank, whose sampler has a generator of its own.
+# that are made in it. "alone" is one rank, whose sampler has its own generator.
 KINDS = ("plain", "folds", "alone")
 AT_ONE_RANK = {"alone"}
 

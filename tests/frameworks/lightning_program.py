@@ -50,7 +50,7 @@ def sample(number: int) -> tuple[int, torch.Tensor]:
 
 
 class Table(Dataset[Any]):
-    """Samples with an index. With `draws`, each fetch draws from a generator of its own."""
+    """Samples with an index. With `draws`, each fetch draws from its own generator."""
 
     def __init__(self, samples: int, *, draws: bool = False) -> None:
         self.samples = samples

@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_and_one_without_a_rank_s_file_are_passed_over(
     ("change", "error"),
     [
         ("with_other_stage", "saved with ZeRO stage 2, and the program uses stage 1"),
-        ("with_plain_session", "deepspeed wrote this checkpoint, in files of its own"),
+        ("with_plain_session", "deepspeed wrote this checkpoint, in its own files"),
         ("with_other_version", "Install deepspeed 0.19.* to continue this run"),
     ],
 )

@@ -289,7 +289,7 @@ def test_a_stream_that_draws_where_the_model_draws_is_refused_before_the_first_s
         trainer.fit(Tiny(), DataLoader(Drawing(), 2))
     assert trainer.global_step == 0
     # What the message advises is accepted.
-    assert "a generator of its own" in str(caught.value)
+    assert "its own generator" in str(caught.value)
     for stream, workers in ((Drawing(torch.Generator()), 0), (Drawing(), 1)):
         Holdfast._has_fitted = False
         accepted = trainer_with(tmp_path, Holdfast(directory=tmp_path / f"run{workers}"))
@@ -421,7 +421,7 @@ def test_metrics_that_a_hook_resets_at_the_start_continue(
 def test_best_file_stays_known_when_the_folder_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hydra gives each launch a folder of its own, whose name is the time."""
+    """Hydra gives each launch a separate folder, whose name is the time."""
     found = []
     for steps in (2, 4):
         monkeypatch.setattr(Holdfast, "_has_fitted", False)

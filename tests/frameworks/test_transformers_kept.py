@@ -37,7 +37,7 @@ Make = Callable[..., Any]
 
 
 class Repeating(Sampler[int]):
-    """Each index twice, in an order of its own generator, as TRL's sampler for GRPO."""
+    """Each index twice, in the order of its own generator, as TRL's sampler for GRPO."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples

@@ -57,7 +57,7 @@ EXIT_S = 60.0
 
 
 def run(program: str, directory: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run a program without an agent, in a process group of its own."""
+    """Run a program without an agent, in a separate process group."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
     return subprocess.run(
         [sys.executable, "-c", program, str(directory), *args],

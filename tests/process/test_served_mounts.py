@@ -1,4 +1,4 @@
-"""Two hosts on GlusterFS, each with a client of its own, and why SeaweedFS is refused.
+"""Two hosts on GlusterFS, each with its own client, and why SeaweedFS is refused.
 
 The servers are real, on loopback. `test_served_runs.py` has whole runs.
 """

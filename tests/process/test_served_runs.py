@@ -1,6 +1,6 @@
-"""Runs on two nodes whose root is a real shared file system, each node with a client of its own.
+"""Runs on two nodes whose root is a real shared file system, each node with its own client.
 
-The agents are started as Slurm would start them, each in a mount namespace of its own. Only the
+The agents are started as Slurm would start them, each in a separate mount namespace. Only the
 scheduler is replaced.
 """
 

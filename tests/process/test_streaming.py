@@ -194,7 +194,7 @@ def test_what_cannot_continue_is_refused_and_an_early_end_is_continued(
         (
             "with batch_size=None: expected the samples of each rank and step",
             "4 samples of each rank and step, and a StreamingDataset with batch_size=6",
-            "shuffle=True with a StreamingDataset, which has an order of its own",
+            "shuffle=True with a StreamingDataset, which has its own order",
             "batching_method='stratified', which is not known to continue exactly",
             "CheckpointError: the StreamingDataset is not the one of the checkpoint (shuffle_seed",
         ),

@@ -1,6 +1,6 @@
 """Runs whose nodes each see the root through caches of their own, which are a minute out of date.
 
-Every slurmd has a mount of the root in a mount namespace of its own, and the supervisor has another
+Every slurmd has a mount of the root in a separate mount namespace, and the supervisor has another
 one. The kernel believes names, absences and attributes for a minute, as the clients of network file
 systems may. So a file that one node writes is not there for the others unless they ask the server.
 """

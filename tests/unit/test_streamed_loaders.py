@@ -35,7 +35,7 @@ class StreamingDataset(IterableDataset[int]):
 
 
 class Drawing(IterableDataset[Any]):
-    """A stream with a generator of its own."""
+    """A stream with its own generator."""
 
     def __init__(self) -> None:
         self._own = random.Random(3)
@@ -104,7 +104,7 @@ def test_a_streaming_dataset_is_taken_itself_and_not_as_a_source() -> None:
     ("loader", "problem"),
     [
         (DataLoader(StreamDataset(SOURCE), batch_size=None), "batch_size=None"),
-        (DataLoader(Drawing()), "Drawing has a random generator of its own"),
+        (DataLoader(Drawing()), "Drawing has its own random generator"),
         (DataLoader(StreamDataset(SOURCE), collate_fn=Masking(3)), "Masking has a random"),
     ],
     ids=["batch", "dataset", "collator"],

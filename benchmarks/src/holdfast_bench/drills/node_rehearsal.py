@@ -1,4 +1,4 @@
-"""Losses of nodes, each rehearsed on a job of its own that has four nodes.
+"""Losses of nodes, each rehearsed on a separate job that has four nodes.
 
 The job continues in the same attempt. Its steps are compared bit for bit with an uninterrupted run:
 at the same size, or at the size that the job had after a loss, from the step that it resumed from.
@@ -208,7 +208,7 @@ class NodeLoss:
 
 
 class NodeRehearsal:
-    """Rehearses one fault on a job of its own, and adds the outcome to `result`."""
+    """Rehearses one fault on a separate job, and adds the outcome to `result`."""
 
     def __init__(
         self, testbed: Testbed, chance: random.Random, result: DrillResult, url: str, tell: Tell

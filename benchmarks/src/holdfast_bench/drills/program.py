@@ -2,7 +2,7 @@
 
 `python -m holdfast_bench.drills.program` runs under torchrun with the settings in the spec's
 `[config]`. It trains one small replicated model over gloo. In each launch, every rank appends one
-line per step to a file of its own: digests of the sample ids and of the new weights, and the loss.
+line per step to its own file: digests of the sample ids and of the new weights, and the loss.
 Two runs at the same world size write the same lines, even if one of them was interrupted.
 """
 

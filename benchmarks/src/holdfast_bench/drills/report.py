@@ -39,7 +39,7 @@ COMPARED: Final = (
     "uninterrupted run: sample ids, loss and weights, bit for bit."
 )
 OWN_JOBS: Final = (
-    f"Each loss of single nodes had a job of its own, of {NODES} nodes with a rank each, on this "
+    f"Each loss of single nodes had a separate job, of {NODES} nodes with a rank each, on this "
     "machine and without a supervisor."
 )
 HEADINGS: Final = (

@@ -1,6 +1,6 @@
 """What a save costs in each staging mode, beside a copy and a raw write of the same pair.
 
-`runner` starts this. A process has one session at a time, so each save has a session of its own. A
+`runner` starts this. A process has one session at a time, so each save has a separate session. A
 save before it allocates the images. While the checkpoint is written, each rank computes.
 """
 

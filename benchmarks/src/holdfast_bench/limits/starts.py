@@ -56,7 +56,7 @@ def save_beside_copies(
 ) -> tuple[Save, float]:
     """Save, and return the seconds of a plain copy of the same tensors just before and after.
 
-    The first save and the steady saves use this same function, so that they are comparable.
+    The first save and the steady saves use this same function, which makes them comparable.
     """
     trained.update()
     ready_pages(tensor_bytes(trained))

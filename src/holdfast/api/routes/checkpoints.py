@@ -202,7 +202,7 @@ def fork(request: Request, checkpoint: CheckpointId, body: AskFork, caller: Oper
 
 
 def export_name(checkpoint: str, body: AskExport) -> str:
-    """Return the name of an export. Another choice of keys is another export."""
+    """Return the name of an export. Each selection of keys has its own export."""
     kind = f"-{body.dtype}" if body.dtype else ""
     kind += f"-{document_digest(sorted(body.include))[:8]}" if body.include else ""
     # A digest of the keys, because their names are too long for a file name.

@@ -276,7 +276,7 @@ class SuccessorPaths(AttemptPaths):
 class ConsumerPaths(AttemptPaths):
     """The files of one start of a consumer, in `<root>/<run>/consumers/<NNNN>`.
 
-    Of the files of an attempt it has the claim and the outcome, and in a job of its own the
+    Of the files of an attempt it has the claim and the outcome, and in a separate job the
     request, the submission and the logs.
     """
 

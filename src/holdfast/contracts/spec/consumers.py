@@ -130,4 +130,4 @@ def problem_with_names(consumers: tuple[Consumer, ...]) -> str | None:
     twice = [name for name, count in Counter(one.name for one in consumers).items() if count > 1]
     if not twice:
         return None
-    return f"two consumers have the name {twice[0]!r}; give each a name of its own"
+    return f"two consumers have the name {twice[0]!r}; give each its own name"

@@ -440,7 +440,7 @@ def _counts(spec: Sections, written: _Written) -> Iterator[str]:
     if 1 < attempts <= places:
         yield (
             f"supervision.attempts_max {attempts} and {places} resources.fallbacks: each place "
-            "needs an attempt of its own, so the last one would never be taken; set attempts_max "
+            "needs a separate attempt, so the last one would never be taken; set attempts_max "
             f"to {places + 1} or more, or leave fallbacks out"
         )
     if Cause.OPERATOR in spec.supervision.budgets:

@@ -239,7 +239,7 @@ def check_order(loader: object, is_saved: Callable[[object], bool]) -> int:
         if not has_own or getattr(loader, "num_workers", 0) > 0:
             return 1
         raise SpecError(
-            "this loader has a generator of its own, which its state does not contain. After a "
+            "this loader has its own generator, which its state does not contain. After a "
             "resume the next epoch would have another order. Leave the generator out; then torch's "
             "own random state, which checkpoints contain, sets the order"
         )
@@ -251,7 +251,7 @@ def check_order(loader: object, is_saved: Callable[[object], bool]) -> int:
     if not isinstance(loader, DataLoader):
         return 1
     raise SpecError(
-        f"this DataLoader has a sampler of its own ({type(loader.sampler).__name__}), whose order "
+        f"this DataLoader has its own sampler ({type(loader.sampler).__name__}), whose order "
         "no resume can continue; give it sampler=session.distributed_sampler(...) or "
         "batch_sampler=session.sampler(...), or use torchdata's StatefulDataLoader in per_rank"
     )

@@ -143,7 +143,7 @@ def _write_manifest(run: RunPaths, directory: Path, parts: Sequence[dict[str, An
     if twice := [path for path, count in counts.items() if count > 1]:
         raise SaveError(
             f"{directory.name}: several ranks wrote {twice[0]}, but each file must have one "
-            "writer. Give each rank a file of its own"
+            "writer. Give each rank its own file"
         )
     staged_at = max(part["staged_at"] for part in parts)
     manifest = Manifest(

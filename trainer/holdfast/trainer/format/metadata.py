@@ -147,7 +147,7 @@ def open_columns(directory: Path, manifest: Manifest | None) -> Opened | None:
 def find_files(directory: Path) -> tuple[Path, Manifest | None]:
     """Return where the files of the checkpoint in `directory` are, and their manifest.
 
-    They are elsewhere if the run's program placed them in a directory of its own. Raises
+    They are elsewhere if the run's program placed them in its own directory. Raises
     `DamagedCheckpointError` if the manifest or the other directory cannot be read.
     """
     try:
@@ -335,7 +335,7 @@ def _check_paths(directory: Path, boxes: BoxTable, manifest: Manifest | None) ->
         problem = _problem_of_path(directory, path, extent, listed)
         if problem:
             raise DamagedCheckpointError(
-                f"{directory}: its {METADATA} {problem} {path!r}; expected files of its own. Load "
+                f"{directory}: its {METADATA} {problem} {path!r}; expected its own files. Load "
                 "another checkpoint",
                 damaged=[f"{METADATA}: names {path!r}"],
             )

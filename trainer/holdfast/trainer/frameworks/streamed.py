@@ -77,7 +77,7 @@ def stream_arguments(loader: Any, *, batch: str = "batch_size") -> tuple[Any, di
     transform = dataset.transform if is_ours else None
     if found := _generator_below(data, transform, loader.collate_fn):
         raise SpecError(
-            f"{found} has a random generator of its own, whose state no checkpoint of a stream "
+            f"{found} has its own random generator, whose state no checkpoint of a stream "
             "has; leave its seed out, and draw from the global generators, which are seeded for "
             "each sample and batch"
         )
@@ -115,7 +115,7 @@ def undivided(prepare: Callable[..., Any], accelerator: Any, loader: Any) -> Any
 
 
 def _generator_below(data: Any, transform: Any, collate: Any) -> str:
-    """Return the class of an object that has, or will make, a generator of its own, or ""."""
+    """Return the class of an object that has, or will make, its own generator, or ""."""
     # What these packages draw is replaced by the order and the seeds of the session's loader.
     own = None if type(data).__module__.partition(".")[0] in _ADAPTED else data
     for owner in owners_of(SimpleNamespace(dataset=own, collate_fn=transform)):

@@ -449,7 +449,7 @@ def load_tensors(
     """
     if framework := document.get(FRAMEWORK):
         raise CheckpointError(
-            f"{directory}: {framework} wrote this checkpoint, in files of its own, and this "
+            f"{directory}: {framework} wrote this checkpoint, in its own files, and this "
             f"program uses Session. Use the session of {framework}, or begin another run"
         )
     return load_opened(ranks, state, open_together(directory, ranks.group, manifest), document)

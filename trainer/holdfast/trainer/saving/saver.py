@@ -83,7 +83,7 @@ class Saver:
 
     `capture` returns the live state at a boundary. `steady` returns the addresses of those of its
     tensors that only the step of an optimizer changes: with `overlaps`, their copies may continue.
-    `note_forms` is called with all ranks when a new plan is made. `check` raises `SaveError` if the
+    All ranks call `note_forms` when they make a new plan. `check` raises `SaveError` if the
     same command could not load a state. `notice` does so at each boundary for what costs little to
     see. The saver measures the cost of saves: `copy_s`, the seconds for which a copy blocks
     training, and on rank 0 `flush_s`, the seconds from sealed to durable in the newest manifest.

@@ -83,7 +83,7 @@ class StreamMethods:
                 `webdataset.WebDataset`. Or a `StreamingDataset` of MosaicML Streaming, which has
                 its own batch size and order.
             batch_size: samples of each rank and step.
-            global_batch: in its place, the samples of all ranks in each step.
+            global_batch: instead of it, the samples of all ranks in each step.
             shuffle: shuffle the order of the shards, and the samples in blocks of `buffer`.
             buffer: samples of a block, all of one shard. 0 and 1 shuffle the shards only.
             num_workers: processes that read. Each reads other shards.
@@ -92,7 +92,7 @@ class StreamMethods:
             drop_last: leave out the last samples of an epoch if they fill no step of all ranks.
             repeat: continue with the next epoch, without an end.
             open_shards: shards that a worker reads in turn, one sample of each.
-            seed: of the order and the transforms, in place of the session's.
+            seed: of the order and the transforms. Default: that of the session.
             name: of the state in the checkpoint, for programs with several streams.
             loader: `prefetch_factor`, `pin_memory`, `timeout`, `worker_init_fn` and
                 `multiprocessing_context`, as for a DataLoader.

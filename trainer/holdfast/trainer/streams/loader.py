@@ -113,7 +113,7 @@ class StreamLoader:
         ranks: Ranks,
         place: TrainingPlace,
     ) -> None:
-        """This rank reads part `part` of `parts`. Raises `SpecError` for names that do not work."""
+        """Let this rank read part `part` of `parts`. Raises `SpecError` for unusable names."""
         # A note for people, or "".
         self.note = ""
         # With gradient accumulation, the program sets this.

@@ -264,7 +264,7 @@ def check_arguments(dataset: Any, given: Mapping[str, Any], usual: Mapping[str, 
     for name, value in given.items():
         if value != usual[name]:
             raise SpecError(
-                f"{name}={value!r} with a StreamingDataset, which has an order of its own; give "
+                f"{name}={value!r} with a StreamingDataset, which has its own order; give "
                 "shuffle, shuffle_algo and shuffle_block_size to the dataset, and leave "
                 f"{name} out here"
             )

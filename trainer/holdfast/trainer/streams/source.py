@@ -66,7 +66,7 @@ def _remote(path: str) -> tuple[Any, str]:
     # Not at the top, because local shards do not need it.
     from fsspec.core import url_to_fs
 
-    # A worker that was forked gets a client of its own.
+    # A worker that was forked gets its own client.
     system, inner = url_to_fs(path)
     return system, inner
 

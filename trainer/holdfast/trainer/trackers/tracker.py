@@ -31,7 +31,7 @@ class TrackedRun:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The facts that stay the same over all launches, as texts."""
+        """The facts that are the same in all launches, as text."""
         found = {"run": self.name, "run_uid": self.uid, "forked_from": self.forked_from}
         return {name: value for name, value in found.items() if value}
 

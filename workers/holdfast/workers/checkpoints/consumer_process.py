@@ -1,6 +1,6 @@
 """`python -m holdfast.workers.checkpoints.consumer_process DIRECTORY/order.json`: run a consumer.
 
-It runs on the supervisor's machine or in a job of its own, and outlives the supervisor. It claims
+It runs on the supervisor's machine or in a separate job, and outlives the supervisor. It claims
 its start exclusively, so one start never runs twice. While the command works, it keeps a lease on
 the checkpoint, limits the command's time and output, and at the end writes the outcome.
 """

@@ -229,7 +229,7 @@ class Consumers:
     def _spawn(
         self, history: RunHistory, paths: ConsumerPaths, consumer: Consumer
     ) -> subprocess.Popen[bytes]:
-        """Start the process that runs a consumer on this machine, in a session of its own."""
+        """Start the process that runs a consumer on this machine, in a separate session."""
         launch = history.spec.launch
         setup = after_setup("launch.setup", launch.setup)
         python = [*launch.wrapper, *setup, launch.python or sys.executable]

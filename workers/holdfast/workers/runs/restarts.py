@@ -113,7 +113,7 @@ def prepare(history: RunHistory, decision: Decision, journal: JournalWriter, now
     """Prepare the restart of the last attempt's job for a relaunch; return why that waits, or ''.
 
     A restart that the next attempt cannot use is withdrawn. The supervisor then decides again,
-    because the free nodes limit the size of an attempt with a job of its own. Raises
+    because the free nodes limit the size of an attempt with a separate job. Raises
     `SchedulerError` if the scheduler does not answer. Only the process that holds the run's flow
     lock may call this. `now` is Unix seconds.
     """

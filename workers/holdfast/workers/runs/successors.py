@@ -463,7 +463,7 @@ def attempt_of(run: RunPaths, number: int) -> int | None:
 
 
 def without_successor(attempt: AttemptPaths, request: Request) -> Request:
-    """Return the request of an attempt with a job of its own, after its successor has ended.
+    """Return the request of an attempt with a separate job, after its successor has ended.
 
     The same holds for the restarted job that was to run it.
     """

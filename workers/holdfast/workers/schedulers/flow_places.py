@@ -103,7 +103,7 @@ def start_process(
     log: Path,
     cwd: str | None,
 ) -> tuple[FlowPlace, subprocess.Popen[bytes]]:
-    """Start a flow in a session of its own, so that it outlives this process and its terminal."""
+    """Start a flow in a separate session, so that it outlives this process and its terminal."""
     with open(log, "ab") as output:
         process = subprocess.Popen(
             list(command),

@@ -404,7 +404,7 @@ class DeepSpeedSession(FileSession):
             return
         if type(sampler) not in {DistributedSampler, RandomSampler}:
             raise SpecError(
-                f"this loader has a sampler of its own ({type(sampler).__name__}), whose order no "
+                f"this loader has its own sampler ({type(sampler).__name__}), whose order no "
                 "resume can continue; give deepspeed_io data_sampler=session.distributed_sampler"
                 "(len(dataset), model_engine.train_batch_size(), batch_size=...)"
             )

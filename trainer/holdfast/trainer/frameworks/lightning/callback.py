@@ -28,10 +28,10 @@ REFUSED: Final = {
         "the file that it wrote. Remove it"
     ),
     callbacks.LearningRateFinder: (
-        "it trains inside of fit. Find the learning rate in a program of its own"
+        "it trains inside of fit. Find the learning rate in a separate program"
     ),
     callbacks.BatchSizeFinder: (
-        "it trains inside of fit. Find the batch size in a program of its own"
+        "it trains inside of fit. Find the batch size in a separate program"
     ),
     callbacks.StochasticWeightAveraging: (
         "it replaces the learning rate schedulers while it trains, and a resume begins with those "
@@ -44,7 +44,7 @@ REFUSED: Final = {
     ),
     callbacks.ModelPruning: (
         "it replaces parameters of the model while it trains, and a resume begins with a model "
-        "that has none of them. Prune in a program of its own, from a finished checkpoint"
+        "that has none of them. Prune in a separate program, from a finished checkpoint"
     ),
     callbacks.BaseFinetuning: (
         "it adds groups of parameters to the optimizer while it trains, and a resume begins with "
@@ -110,7 +110,7 @@ class Holdfast(callbacks.Callback):
             raise SpecError(
                 "Holdfast: this process calls trainer.fit a second time. A run is one training, "
                 "and the second one would resume from the first one's last checkpoint. Give each "
-                "training a program and a run of its own"
+                "training its own program and run"
             )
         Holdfast._has_fitted = True
         # Other callbacks find their states restored when fit starts.

@@ -634,7 +634,7 @@ class WatchedStreams(NotedStreams):
             raise SpecError(
                 f"the training stream {names} draws from the global random generators while its "
                 "samples are read, and the model draws from them in between, so no resume could "
-                "read the same samples again. Give the stream a generator of its own, as an "
+                "read the same samples again. Give the stream its own generator, as an "
                 "attribute of the dataset, or read it in worker processes (num_workers=1 or more)"
             )
         return batch

@@ -475,7 +475,7 @@ class TrainerFit:
             error = CheckpointError(
                 f"{session.resumed_from}: this checkpoint was not made by Holdfast's callback for "
                 "Lightning, so the trainer's epoch and position in the data are unknown. Give this "
-                "program a run of its own, or load only the weights, in the program"
+                "program its own run, or load only the weights, in the program"
             )
             session.__exit__(CheckpointError, error, None)
             raise error

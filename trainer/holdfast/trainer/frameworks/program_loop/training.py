@@ -284,7 +284,7 @@ class LoopTraining(ABC):
         return SpecError(
             f"a second training in this program: its loop over {self.words.owner}.epochs(n) has "
             "ended or was begun before. A run is one training, and its checkpoints cannot contain "
-            "a second one. Give each training a program and a run of its own"
+            "a second one. Give each training its own program and run"
         )
 
 
@@ -294,7 +294,7 @@ def require_other_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
         raise SpecError(
             f"a step of {type(optimizer).__name__} while the gradients of its model are not "
-            "synchronized (no_sync), as in local SGD: each rank then has weights of its own, and a "
+            "synchronized (no_sync), as in local SGD: each rank then has its own weights, and a "
             "checkpoint has one copy. Take each step with synchronized gradients"
         )
 

@@ -18,8 +18,7 @@ ADVICE: Final = {
     "its place in the data. Set per_device_train_batch_size",
     "search": "hyperparameter_search trains several times in one program, and a run is one "
     "training. Submit one run for each trial",
-    "deepspeed": "DeepSpeed keeps a training state of its own, which this adapter cannot save. Use "
-    "DDP",
+    "deepspeed": "DeepSpeed keeps its own training state, which this adapter cannot save. Use DDP",
     "fsdp": "of FSDP, this adapter supports the second version on GPUs only. Set "
     "fsdp_config={'version': 2}, or FSDP_VERSION=2 for accelerate launch, or use DDP",
     "parallel": "tensor, context and sequence parallelism, and models that are sharded when they "

@@ -341,7 +341,7 @@ class TrainerRun:
         if self._has_trained:
             raise SpecError(
                 "train() was called twice in one program; a run is one training. Put the second "
-                "training into a program of its own, and submit it as another run"
+                "training into a separate program, and submit it as another run"
             )
         self._has_trained = True
         folder = run_folder(trainer.session_options.get("directory"), os.environ)
