@@ -105,7 +105,7 @@ def test_a_streaming_dataset_is_taken_itself_and_not_as_a_source() -> None:
     [
         (DataLoader(StreamDataset(SOURCE), batch_size=None), "batch_size=None"),
         (DataLoader(Drawing()), "Drawing has its own random generator"),
-        (DataLoader(StreamDataset(SOURCE), collate_fn=Masking(3)), "Masking has a random"),
+        (DataLoader(StreamDataset(SOURCE), collate_fn=Masking(3)), "Masking has its own random"),
     ],
     ids=["batch", "dataset", "collator"],
 )
@@ -118,7 +118,7 @@ def test_generators_are_found_in_collators_that_others_wrap() -> None:
     wrapped = SimpleNamespace(data_collator=SimpleNamespace(own=torch.Generator()))
     loader = DataLoader(StreamDataset(SOURCE))
     loader.collate_fn = wrapped  # type: ignore[assignment]
-    with pytest.raises(SpecError, match="a random generator of its own"):
+    with pytest.raises(SpecError, match="its own random generator"):
         stream_arguments(loader)
     loader.collate_fn = Masking(None)
     stream_arguments(loader)

@@ -195,7 +195,7 @@ class Position:
         return order
 
     def _begin_order(self, samples: int, global_batch: int) -> DataOrder:
-        """Return the order of a dataset. If the global batch changed, it continues from the position.
+        """Return the order of a dataset. After a change of the global batch, it continues.
 
         A program that uses several sizes in turn keeps an order for each of them.
         """
