@@ -193,6 +193,11 @@ def test_a_port_that_is_taken_is_named_and_another_one_works(call: Call, root: P
         assert taken.status == 2
         assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in taken.err
         serve._listen("127.0.0.1", 0).close()
+    # An address of a network for documentation, which no machine has.
+    assert call("token", "add", "ann").status == 0
+    elsewhere = call("serve", "--host", "192.0.2.1", "--port", 0, "--name", "runs.lab")
+    assert elsewhere.status == 2
+    assert "Choose another --host, an address of this machine" in elsewhere.err
 
 
 def test_a_response_is_sent_at_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 import time
@@ -296,9 +297,11 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.listen(1024)
     except OSError as error:
         listening.close()
+        # A port cannot cause the first: the host's name or address is wrong.
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        other = "--host, an address of this machine" if is_host else "--port, or 0 for a free one"
         raise SpecError(
-            f"cannot listen on {host}, port {port}: {error.strerror}. Choose another --port, or 0 "
-            "for a free one."
+            f"cannot listen on {host}, port {port}: {error.strerror}. Choose another {other}."
         ) from error
     return listening
 
