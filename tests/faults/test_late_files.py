@@ -19,7 +19,7 @@ from holdfast.contracts.environment import FLUSH_TIMEOUT
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer.flusher import commit, hints, salvage
 from holdfast.trainer.flusher.commit import PeerState, commit_together, part_name
-from holdfast.trainer.flusher.salvage import LISTS_WAIT_S, Place, agree
+from holdfast.trainer.flusher.salvage import LISTS_WAIT_S, SalvagePlace, agree
 from holdfast.trainer.flusher.shards import launch_folder
 
 NETWORK = FileSystem("nfs4", "rw")
@@ -98,7 +98,7 @@ def test_snapshot_list_is_awaited_for_the_file_system_delay(
         clock = FakeClock(seen_at_s, theirs, {"node": 1, "steps": [6, 7]})
         play(monkeypatch, mounted, clock)
         table = make_table(nodes=2, checkpoint=name_of(1), run_directory=str(run.directory))
-        return agree(Place.of(table), [7, 8], abandoned=lambda: None).step
+        return agree(SalvagePlace.of(table), [7, 8], abandoned=lambda: None).step
 
     longest_s = LISTS_WAIT_S + delay_s
     assert common_step(RunPaths(tmp_path / "in-time"), longest_s - 2) == 7

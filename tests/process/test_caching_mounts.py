@@ -34,7 +34,7 @@ from holdfast.contracts.errors import PreflightError
 from holdfast.contracts.records.attempt import Claim, create_document, read_claim, read_documents
 from holdfast.contracts.records.history import load_events
 from holdfast.trainer.flusher.commit import PeerState, commit_alone, commit_together
-from holdfast.trainer.flusher.salvage import Place, agree
+from holdfast.trainer.flusher.salvage import SalvagePlace, agree
 from holdfast.workers.nodes.heartbeats import HeartbeatWriter, heartbeat_stamp, read_heartbeats
 from holdfast.workers.nodes.root_probe import SharedProbe, check_folder
 from holdfast.workers.runs import preflight
@@ -172,7 +172,7 @@ def agree_on_both(hosts: Hosts) -> tuple[dict[int, object], float]:
     def choose(run: RunPaths, node: int) -> object:
         make = partial(make_table, nodes=2, checkpoint=name_of(1))
         table = make(node=node, run_directory=str(run.directory))
-        return agree(Place.of(table), [6 + node, 7 + node], abandoned=lambda: None).step
+        return agree(SalvagePlace.of(table), [6 + node, 7 + node], abandoned=lambda: None).step
 
     return on_both(hosts, choose)
 

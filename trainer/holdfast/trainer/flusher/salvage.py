@@ -41,7 +41,7 @@ _COPIES = re.compile(r"copies-node-(\d{4,})\.json")
 
 
 @dataclass(frozen=True)
-class Place:
+class SalvagePlace:
     """Where nodes agree: in the launch's folder. `node` is this node, of `nodes`."""
 
     folder: Path
@@ -49,7 +49,7 @@ class Place:
     nodes: int
 
     @classmethod
-    def of(cls, table: SlotTable) -> Place:
+    def of(cls, table: SlotTable) -> SalvagePlace:
         """Return the place for a sealed slot. Raises `SaveError` if its table is malformed."""
         return cls(launch_folder(table.run, table.checkpoint), table.node, table.nodes)
 
@@ -67,7 +67,7 @@ class Salvage:
     groups: tuple[StepGroup, ...]
     slots: tuple[SlotKey, ...]
     committed_step: int = -1
-    place: Place | None = None
+    place: SalvagePlace | None = None
 
 
 def find_salvage(views: Sequence[SlotView], launch: int, committed_step: int) -> Salvage:
@@ -104,7 +104,7 @@ class Agreed:
     writers: Mapping[int, int] = field(default_factory=dict)
 
 
-def list_nothing(place: Place) -> None:
+def list_nothing(place: SalvagePlace) -> None:
     """Tell the other nodes that this node has no snapshot, so that they do not wait for its list.
 
     If storage fails, they wait.
@@ -115,7 +115,7 @@ def list_nothing(place: Place) -> None:
 
 
 def agree(
-    place: Place,
+    place: SalvagePlace,
     steps: Sequence[int],
     *,
     abandoned: Callable[[], str | None],

@@ -27,7 +27,7 @@ from holdfast.trainer.flusher.files import Committed, WriteLimit
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import Hints, log
 from holdfast.trainer.flusher.plan import Departures, FlushPlan, SlotKey, StepGroup, plan
-from holdfast.trainer.flusher.salvage import Place, find_salvage
+from holdfast.trainer.flusher.salvage import SalvagePlace, find_salvage
 from holdfast.trainer.flusher.shards import ShardLists
 from holdfast.trainer.flusher.space_guard import Need, SpaceGuard
 from holdfast.trainer.flusher.writer import Finished, Writer
@@ -104,7 +104,7 @@ class Flusher:
         # Ranks that closed their sessions, the places of launches by their ranks' plans, and the
         # launch that this node has salvaged.
         self._left: set[tuple[int, int]] = set()
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, SalvagePlace] = {}
         self._salvaged, self._is_salvaging = 0, False
         self._newest_launch = 0
         self._busy: set[SlotKey] = set()
@@ -217,7 +217,7 @@ class Flusher:
         elif kind == "writes":
             if "nodes" in message:
                 folder, node, nodes = (message[key] for key in ("folder", "node", "nodes"))
-                self._places = {peer.launch: Place(Path(folder), node, nodes)}
+                self._places = {peer.launch: SalvagePlace(Path(folder), node, nodes)}
             if shards := self._shards.hear(peer.rank, message):
                 self._writer.put(shards)
 

@@ -25,7 +25,7 @@ from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import Hints, log
 from holdfast.trainer.flusher.plan import SlotKey, StepGroup
 from holdfast.trainer.flusher.program_files import ProgramFile
-from holdfast.trainer.flusher.salvage import Place, Salvage, agree, list_nothing
+from holdfast.trainer.flusher.salvage import Salvage, SalvagePlace, agree, list_nothing
 from holdfast.trainer.flusher.shards import ShardList
 from holdfast.trainer.flusher.space_guard import SpaceGuard
 from holdfast.trainer.mirror.worker import MirrorWorker
@@ -189,7 +189,7 @@ class Writer:
         result = Finished(nothing, None, "not every rank of every node has sealed a snapshot of it")
         try:
             agreed = agree(
-                found.place or Place.of(SlotTable.parse(snapshots[0].table)),
+                found.place or SalvagePlace.of(SlotTable.parse(snapshots[0].table)),
                 sorted({*(g.step for g in found.groups), *copied}),
                 abandoned=self._abandonment_of(nothing),
                 lost=self._lost_nodes,
