@@ -171,7 +171,8 @@ function List() {
         {(runs) => runs.length === 0 ? <NoRuns filtered={isFiltered(given)} /> : (
           <>
             {hasSelected ? <Bulk /> : null}
-            <Table label="Runs" rows={runs} columns={isNarrow ? NARROW : mayAct ? SELECTABLE : COLUMNS}
+            <Table label="Runs" rows={runs}
+              columns={isNarrow ? NARROW : mayAct ? SELECTABLE : COLUMNS}
               keyOf={(run) => run.uid} open={open} onSort={sortBy} sort={sort} />
             {query.hasNextPage ? (
               <p><button type="button" disabled={query.isFetchingNextPage}
