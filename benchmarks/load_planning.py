@@ -39,7 +39,7 @@ from holdfast.trainer.loading.reader import prepare
 from holdfast.trainer.planning.compare_keys import Selection
 from holdfast.trainer.planning.metadata_pickle import MetadataPickle
 from holdfast.trainer.planning.ranks import NodeIndex, choose_sources, decide
-from holdfast.trainer.ranks.topology import distcp_name
+from holdfast.trainer.ranks.identity import distcp_name
 
 CHILD_S: Final = 1800
 NOWHERE: Final = Address(("", "", ""), "")

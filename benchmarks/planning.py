@@ -42,7 +42,7 @@ from holdfast.trainer.planning.metadata_pickle import MetadataPickle, count_rows
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.ranks import Contents, NodeIndex, Wanted, choose_sources, decide
 from holdfast.trainer.planning.signature import Signature, flatten
-from holdfast.trainer.ranks.topology import distcp_name
+from holdfast.trainer.ranks.identity import distcp_name
 
 RANKS_PER_NODE: Final = 8
 ROWS_PER_RANK: Final = 4
