@@ -132,6 +132,51 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
     return named is None or bool(names & {"Exception", "BaseException"})
 
 
+def module_of(path: Path) -> str:
+    """The name by which this repository's modules import another one."""
+    parts = path.relative_to(CHECKOUT).with_suffix("").parts
+    while parts[0] in {"src", "trainer", "workers", "flows"} or parts[:2] == ("benchmarks", "src"):
+        parts = parts[1:]
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def names_in(path: Path) -> set[str]:
+    """The names that a module has after its import."""
+    names: set[str] = set()
+    for node in statements(parse(path)):
+        if isinstance(node, Function | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.For | ast.With):
+            stored = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+            names |= {each.id for each in stored if isinstance(each.ctx, ast.Store)}
+    return names
+
+
+def test_imported_names_exist() -> None:
+    """mypy sees this too, but takes a minute. No test imports all the benchmarks."""
+    modules = {module_of(path): path for path in walk(".py")}
+    known = {name: names_in(path) for name, path in modules.items()}
+    imports = [
+        (path, node.lineno, node.module, alias.name)
+        for path in modules.values()
+        for node in statements(parse(path))
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+        if (node.module in known or node.module.startswith(("holdfast.", "tests.", "benchmarks.")))
+    ]
+    wrong = [
+        f"{at(path, line)}: {module} has no {name}"
+        for path, line, module, name in imports
+        if f"{module}.{name}" not in modules
+        and not known.get(module, set()) & {name, "__getattr__"}
+        and (module in known or not any(one.startswith(f"{module}.") for one in modules))
+    ]
+    assert len(imports) > 5000
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_error_is_swallowed() -> None:
     """A handler does something; a broad one raises again or has a comment that says why not."""
     swallowed = []
