@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -173,7 +173,7 @@ def test_numbers_and_the_order_of_keys_do_not_matter() -> None:
 
 
 def test_keys_are_joined_again_when_names_change() -> None:
-    joined: Joined = {}
+    joined = Joined()
     listed: list[Any] = [1, 2]
     for state in (
         {"model": {"a": 1, "b": 2}, "rng": {"rank": {"x": 1}}},
@@ -189,7 +189,7 @@ def test_keys_are_joined_again_when_names_change() -> None:
 
 @pytest.mark.parametrize("twice", [{1: 1, "1": 2}, {"a": {"b": 1}, "a.b": 2}, {"a.b": 2}])
 def test_one_name_for_two_entries_is_refused_each_time(twice: dict[Any, Any]) -> None:
-    joined: Joined = {}
+    joined = Joined()
     for _ in range(2):
         with pytest.raises(SaveError, match=r"two entries have the name model\.(a\.b|1) "):
             flatten({"model": twice, "model.a.b": 3}, joined)
@@ -213,7 +213,7 @@ def test_state_of_an_optimizer_is_found_when_its_names_change() -> None:
     optimizer.step()
     flattened = OptimizerState(optimizer)
 
-    def found() -> dict[str, Any]:
+    def found() -> Mapping[str, Any]:
         again, forms = flattened.gather(names), OptimizerState(optimizer).gather(names, {})
         assert list(again) == list(forms)
         assert all(again[key] is forms[key] for key in again)

@@ -5,10 +5,20 @@ Numbers, texts and lists of them have space to grow, so that later values fit th
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    ItemsView,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
 from dataclasses import dataclass
-from itertools import compress, islice
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -45,34 +55,168 @@ TEXT_LEAST_BYTES: Final = 256
 TEXT_STEP_BYTES: Final = 16384
 _TEXT: Final = "text"
 _ENCODED: Final = "encoded"
+_dtype: Final = operator.attrgetter("dtype")
+_shape: Final = operator.attrgetter("shape")
+_device: Final = operator.attrgetter("device")
+
+Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
-Joined = dict[str, tuple[list[Any], list[str]]]
-"""By the prefix of a mapping: its names, and the keys that they make."""
+def picker(places: Sequence[int]) -> Picker:
+    """Return a function that returns the items at `places` of a sequence."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda items: tuple(items[place] for place in places)
 
 
-def flatten(state: Mapping[str, Any], joined: Joined | None = None) -> dict[str, Any]:
+class Columns(Mapping[str, Any]):
+    """Names and their values as two lists, which nobody changes.
+
+    `names` is the same object as in the last state while the names are the same. So it costs
+    nothing to see that thousands of them are.
+    """
+
+    __slots__ = ("_by_name", "leaves", "names")
+
+    def __init__(self, names: list[str], leaves: list[Any]) -> None:
+        self.names, self.leaves = names, leaves
+        self._by_name: dict[str, Any] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self._mapping()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._mapping()
+
+    def items(self) -> ItemsView[str, Any]:
+        return self._mapping().items()
+
+    def values(self) -> ValuesView[Any]:
+        return self._mapping().values()
+
+    def _mapping(self) -> dict[str, Any]:
+        if self._by_name is None:
+            self._by_name = dict(zip(self.names, self.leaves, strict=True))
+        return self._by_name
+
+
+class Flat(Columns):
+    """A state flattened as the last one. `facts` is set once they are known."""
+
+    __slots__ = ("facts", "kinds")
+
+    def __init__(self, names: list[str], leaves: list[Any], kinds: list[type]) -> None:
+        super().__init__(names, leaves)
+        self.kinds = kinds
+        self.facts: TensorFacts | None = None
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """The names and types of a mapping of only leaves, or of only mappings, in the last state.
+
+    `sequences` are the positions of leaves whose content decides whether they are leaves.
+    """
+
+    names: list[str]
+    kinds: list[type]
+    inner: list[_Branch]
+    sequences: list[int]
+
+    @classmethod
+    def of(cls, container: Mapping[str, Any]) -> _Branch | None:
+        """Return the branch of a mapping whose leaves were checked. None for another structure."""
+        values = list(container.values())
+        are_inner = [isinstance(value, Mapping) for value in values]
+        kinds, sequences, inner = list(map(type, values)), list[int](), list[_Branch]()
+        if any(are_inner):
+            found = [cls.of(value) for value in values] if all(are_inner) else [None]
+            inner = [one for one in found if one is not None]
+            if len(inner) < len(found):
+                return None
+        else:
+            sequences = [n for n, kind in enumerate(kinds) if kind not in _LEAF_TYPES]
+            if not all(map(is_plain, map(values.__getitem__, sequences))):
+                return None
+        return cls(_names_of(container), kinds, inner, sequences)
+
+    def add(self, container: Mapping[str, Any], leaves: list[Any], kinds: list[type]) -> bool:
+        """Add the leaves and types of a mapping. Return False if its structure is another one."""
+        values = _values_of(container)
+        names = _names_of(container)
+        if (names is not self.names and names != self.names) or self.kinds != list(
+            map(type, values)
+        ):
+            return False
+        if self.inner:
+            return all(
+                branch.add(value, leaves, kinds)
+                for branch, value in zip(self.inner, values, strict=True)
+            )
+        # The options of an optimizer are one object under many keys. It is checked once.
+        unusual = {id(values[number]): values[number] for number in self.sequences}
+        leaves += values
+        kinds += self.kinds
+        return all(map(is_plain, unusual.values()))
+
+
+def _names_of(container: Mapping[str, Any]) -> list[str]:
+    return container.names if isinstance(container, Columns) else list(container)
+
+
+def _values_of(container: Mapping[str, Any]) -> list[Any]:
+    return container.leaves if isinstance(container, Columns) else list(container.values())
+
+
+class Joined:
+    """What is kept of the last state that was flattened, for a caller with many similar states."""
+
+    def __init__(self) -> None:
+        self._branch: _Branch | None = None
+        self._names: list[str] = []
+        self._kinds: list[type] = []
+
+    def flatten(self, state: Mapping[str, Any]) -> Flat | None:
+        """Return `state` flattened, None if its structure is not that of the last state."""
+        leaves, kinds = list[Any](), list[type]()
+        if self._branch is None or not self._branch.add(state, leaves, kinds):
+            return None
+        return Flat(self._names, leaves, self._kinds)
+
+    def keep(self, state: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
+        """Keep the structure of `state`, which was flattened to `flat`."""
+        self._names, self._kinds = list(flat), list(map(type, flat.values()))
+        self._branch = _Branch.of(state)
+
+
+def flatten(state: Mapping[str, Any], joined: Joined | None = None) -> Mapping[str, Any]:
     """Return `state` with nested keys joined by dots, as DCP names them.
 
-    A caller with many similar states keeps `joined`, so that keys are made once. Raises `SaveError`
-    with the name of a leaf that is neither a tensor nor a plain value.
+    A caller with many similar states keeps `joined`, so that keys are made and checked once. Raises
+    `SaveError` with the name of a leaf that is neither a tensor nor a plain value.
     """
+    if joined is not None and (again := joined.flatten(state)) is not None:
+        return again
     flat: dict[str, Any] = {}
-    _flatten_into(flat, "", state, {} if joined is None else joined)
+    _flatten_into(flat, "", state)
+    if joined is not None:
+        joined.keep(state, flat)
     return flat
 
 
 def _flatten_into(
-    flat: dict[str, Any], prefix: str, container: Mapping[str, Any] | list[Any], joined: Joined
+    flat: dict[str, Any], prefix: str, container: Mapping[str, Any] | list[Any]
 ) -> None:
     """Add the leaves with their names. As in DCP, a list is a leaf unless it holds tensors."""
     if not isinstance(container, Mapping):
         container = {str(number): value for number, value in enumerate(container)}
-    names, values = list(container), container.values()
-    kept = joined.get(prefix)
-    if kept is None or kept[0] != names:
-        kept = joined[prefix] = names, [f"{prefix}{name}" for name in names]
-    keys = kept[1]
+    keys, values = [f"{prefix}{name}" for name in container], container.values()
     # The options of an optimizer are one object under many keys. It is checked once.
     unusual = {
         id(value): (key, value)
@@ -84,7 +228,7 @@ def _flatten_into(
         return
     for key, value in zip(keys, values, strict=True):
         if _is_container(value):
-            _flatten_into(flat, f"{key}.", value, joined)
+            _flatten_into(flat, f"{key}.", value)
         else:
             _add_leaves(flat, [key], [value], [(key, value)])
 
@@ -138,7 +282,7 @@ class Signature:
     def __init__(self, flat: Mapping[str, Any]) -> None:
         self._prints = {key: _fingerprint(value) for key, value in flat.items()}
         # The last state that has fitted: nearly all saves have another one like it.
-        self._fitted: _Columns | None = None
+        self._fitted: TensorFacts | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Signature) and self._prints == other._prints
@@ -146,12 +290,21 @@ class Signature:
     __hash__ = None  # type: ignore[assignment]
 
     def fits(self, flat: Mapping[str, Any]) -> bool:
-        """Return True if `flat` still fits the plan. Costs a fifth of a microsecond per key."""
-        if self._fitted is not None and self._fitted.are_those_of(flat):
-            return True
-        is_fitting = {key: _fingerprint(value) for key, value in flat.items()} == self._prints
+        """Return True if `flat` still fits the plan.
+
+        The facts of one that was flattened as the last one are then known: those of the last, if
+        nothing has changed.
+        """
+        facts, fitted = TensorFacts.of(flat, self._fitted), self._fitted
+        is_fitting = fitted is not None and facts.fit_like(fitted)
+        if not is_fitting:
+            is_fitting = {key: _fingerprint(value) for key, value in flat.items()} == self._prints
         if is_fitting:
-            self._fitted = _Columns.of(flat)
+            if fitted is None or not facts.are_in_memory_of(fitted):
+                fitted = facts
+            self._fitted = fitted
+            if isinstance(flat, Flat) and fitted.memory is not None:
+                flat.facts = fitted
         return is_fitting
 
     def find_changes(self, flat: Mapping[str, Any]) -> str | None:
@@ -182,52 +335,92 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class _Columns:
-    """All that the fingerprints of a state depend on, in lists that are compared in C.
+class _Places:
+    """Where the tensors, and the values that need space, are among the values of a state."""
 
-    A loop over the values takes three times as long. `is_tensor` and `has_size` say which values
-    are tensors, and which are texts and others that need space.
-    """
-
-    keys: list[str]
-    kinds: list[type]
-    is_tensor: list[bool]
-    has_size: list[bool]
-    facts: tuple[list[Any], ...]
+    tensors: Picker
+    sized: Picker
 
     @classmethod
-    def of(cls, flat: Mapping[str, Any]) -> _Columns:
-        kinds = list(map(type, flat.values()))
-        is_tensor = [kind in _TENSORS for kind in kinds]
-        has_size = [kind not in _TENSORS | _OF_ONE_SIZE for kind in kinds]
-        facts = _facts_of(flat.values(), is_tensor, has_size)
-        return cls(list(flat), kinds, is_tensor, has_size, facts)
+    def of(cls, kinds: Sequence[type]) -> _Places:
+        tensors = [n for n, kind in enumerate(kinds) if kind in _TENSORS]
+        sized = [n for n, kind in enumerate(kinds) if kind not in _TENSORS | _OF_ONE_SIZE]
+        return cls(picker(tensors), picker(sized))
 
-    def are_those_of(self, flat: Mapping[str, Any]) -> bool:
-        """Return True if `flat` has the same columns, and so the same fingerprints."""
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """All that the fingerprints of a state depend on, and how its tensors lie in memory.
+
+    In lists that are compared in C: a loop over the values takes three times as long. `memory` is
+    None unless all are plain tensors with a memory. `layouts` is then needed too.
+    """
+
+    names: list[str]
+    kinds: list[type]
+    places: _Places
+    form: tuple[list[Any], ...]
+    memory: tuple[list[Any], ...] | None
+    layouts: list[Any] | None
+
+    @classmethod
+    def of(cls, flat: Mapping[str, Any], like: TensorFacts | None = None) -> TensorFacts:
+        """Return those of `flat`, which may be like a state whose facts are known."""
+        if isinstance(flat, Flat):
+            names, values, kinds = flat.names, flat.leaves, flat.kinds
+        else:
+            names, values = list(flat), list(flat.values())
+            kinds = list(map(type, values))
+        is_like = like is not None and (kinds is like.kinds or kinds == like.kinds)
+        places = like.places if like is not None and is_like else _Places.of(kinds)
+        tensors, sized = places.tensors(values), places.sized(values)
+        parts = [one._local_tensor if type(one) is DTensor else one for one in tensors]
+        types = list(map(type, parts))
+        memory = _memory_of(parts) if _USUAL.issuperset(types) else None
+        # The options of an optimizer are one object under many keys.
+        prints = {key: _fingerprint(one) for key, one in {id(one): one for one in sized}.items()}
+        form = (
+            types,
+            [one._spec for one in tensors if type(one) is DTensor],
+            list(map(_dtype, parts)),
+            list(map(_shape, parts)),
+            list(map(_device, parts)),
+            [prints[id(one)] for one in sized],
+        )
+        # Only a strided tensor has an address.
+        layouts = None if memory is not None else [part.layout for part in parts]
+        return cls(names, kinds, places, form, memory, layouts)
+
+    def fit_like(self, other: TensorFacts) -> bool:
+        """Return True if the state has the fingerprints of the other one."""
         return (
-            list(flat) == self.keys
-            and list(map(type, flat.values())) == self.kinds
-            and _facts_of(flat.values(), self.is_tensor, self.has_size) == self.facts
+            (self.names is other.names or self.names == other.names)
+            and (self.kinds is other.kinds or self.kinds == other.kinds)
+            and self.layouts == other.layouts
+            and self.form == other.form
+        )
+
+    def are_in_memory_of(self, other: TensorFacts) -> bool:
+        """Return True if the tensors of two fitting states lie alike in the same memory."""
+        return (
+            (self.names is other.names or self.names == other.names)
+            and self.memory is not None
+            and self.memory == other.memory
         )
 
 
-def _facts_of(
-    values: Collection[Any], is_tensor: list[bool], has_size: list[bool]
-) -> tuple[list[Any], ...]:
-    tensors = list(compress(values, is_tensor))
-    parts = [one._local_tensor if type(one) is DTensor else one for one in tensors]
-    # The options of an optimizer are one object under many keys.
-    sized = list(compress(values, has_size))
-    prints = {key: _fingerprint(one) for key, one in {id(one): one for one in sized}.items()}
+def _memory_of(parts: Sequence[torch.Tensor]) -> tuple[list[Any], ...] | None:
+    """Return the addresses of tensors, and what else a copy of their bytes depends on."""
+    try:
+        addresses = list(map(torch.Tensor.data_ptr, parts))
+    except RuntimeError:
+        # Sparse, or without memory for another reason.
+        return None
     return (
-        [one._spec if type(one) is DTensor else None for one in tensors],
-        list(map(type, parts)),
-        [part.dtype for part in parts],
-        [part.shape for part in parts],
-        [part.layout for part in parts],
-        [part.device for part in parts],
-        [prints[id(one)] for one in sized],
+        addresses,
+        list(map(torch.Tensor.is_contiguous, parts)),
+        list(map(torch.Tensor.is_neg, parts)),
+        [part.is_conj() for part in parts if part.dtype.is_complex],
     )
 
 

@@ -26,7 +26,7 @@ from holdfast.trainer.placed import PlacedName, SavePlace
 from holdfast.trainer.planning.custom import plan_custom
 from holdfast.trainer.planning.layout import Layout, local_part
 from holdfast.trainer.planning.ranks import all_or_none, check_memory, plan_together
-from holdfast.trainer.planning.signature import Joined, flatten
+from holdfast.trainer.planning.signature import Columns, Flat, Joined, TensorFacts, flatten
 from holdfast.trainer.process import devices
 from holdfast.trainer.process.collector import pause_collection
 from holdfast.trainer.ranks.collective import Group, HierarchicalGroup, problem_of, tree_over
@@ -89,8 +89,8 @@ class CheckpointEngine:
         self._held = contextlib.ExitStack()
         self._mesh: dict[str, int] = {}
         self._tensor_bytes = 0
-        self._compared: tuple[dict[str, Any], dict[str, Any]] | None = None
-        self._joined: Joined = {}
+        self._compared: tuple[dict[str, Any], Mapping[str, Any]] | None = None
+        self._joined = Joined()
 
     @property
     def tensor_bytes(self) -> int:
@@ -167,6 +167,16 @@ class CheckpointEngine:
             found = self._stage.problem
         self._compared = None if found else (state, flat)
         return found
+
+    def facts_of(self, state: dict[str, Any]) -> TensorFacts | None:
+        """Return what `changes` has found of the tensors of `state`, None if that is not known.
+
+        It is the same object for states whose tensors have the same names, forms and memory.
+        """
+        compared = self._compared
+        if compared is None or compared[0] is not state or not isinstance(compared[1], Flat):
+            return None
+        return compared[1].facts
 
     @property
     def awaits_metadata(self) -> bool:
@@ -335,6 +345,8 @@ class CheckpointEngine:
     ) -> Mapping[str, Any]:
         """Plan one save with the custom planner. Open new slots only if the layout changed."""
         tree, stage_tree = self._trees
+        # A planner may know no other mappings than dicts.
+        state = {key: dict(its) if type(its) is Columns else its for key, its in state.items()}
         made = plan_custom(
             planner,
             state,
@@ -402,7 +414,7 @@ class CheckpointEngine:
 
     # --- one save -------------------------------------------------------------------------
 
-    def _checked(self, layout: Layout, state: dict[str, Any]) -> dict[str, Any]:
+    def _checked(self, layout: Layout, state: dict[str, Any]) -> Mapping[str, Any]:
         """Return `state` flattened. Raises `SaveError` if it does not fit `layout`."""
         compared, self._compared = self._compared, None
         if compared is not None and compared[0] is state:

@@ -58,7 +58,7 @@ def _check_nothing(_: State) -> None:
     """Accept every state: the default of `Saver`."""
 
 
-def _nothing_steady() -> frozenset[int]:
+def _nothing_steady(_: object) -> frozenset[int]:
     """Return that every tensor may change before an optimizer's step: the default of `Saver`."""
     return frozenset()
 
@@ -83,10 +83,11 @@ class Saver:
 
     `capture` returns the live state at a boundary. `steady` returns the addresses of those of its
     tensors that only the step of an optimizer changes: with `overlaps`, their copies may continue.
-    All ranks call `note_forms` when they make a new plan. `check` raises `SaveError` if the
-    same command could not load a state. `notice` does so at each boundary for what costs little to
-    see. The saver measures the cost of saves: `copy_s`, the seconds for which a copy blocks
-    training, and on rank 0 `flush_s`, the seconds from sealed to durable in the newest manifest.
+    It gets the facts that the engine has about that state, or None. All ranks call `note_forms`
+    when they make a new plan. `check` raises `SaveError` if the same command could not load a
+    state. `notice` does so at each boundary for what costs little to see. The saver measures the
+    cost of saves: `copy_s`, the seconds for which a copy blocks training, and on rank 0 `flush_s`,
+    the seconds from sealed to durable in the newest manifest.
     """
 
     # A subclass may save another kind of state.
@@ -103,7 +104,7 @@ class Saver:
         note_forms: Callable[[ControlGroup], None] = _note_nothing,
         check: Callable[[State], None] = _check_nothing,
         notice: Callable[[], None] = _notice_nothing,
-        steady: Callable[[], Collection[int]] = _nothing_steady,
+        steady: Callable[[object], Collection[int]] = _nothing_steady,
         planner: SavePlanner | None = None,
         staging: Staging | None = None,
     ) -> None:
@@ -302,7 +303,7 @@ class Saver:
             parent=self._parent,
             metrics=self._metrics(),
             timeout_s=self._flush_timeout_s,
-            continuing=self._overlap(at_once=at_once),
+            continuing=self._overlap(state, at_once=at_once),
             waited_s=self._waited_s,
         )
         held_s = time.monotonic() - began
@@ -324,11 +325,12 @@ class Saver:
             self._recorder.event(EventKind.NOTE, text=text)
         return waited_s
 
-    def _overlap(self, *, at_once: bool) -> Overlap:
+    def _overlap(self, state: State, *, at_once: bool) -> Overlap:
         """Return which copies may continue. The first one in a launch is the trial."""
         if at_once or not self.overlaps:
             return AT_ONCE
-        return Overlap(self._steady(), is_trial=not self._is_tried)
+        facts = self.engine.facts_of(state)
+        return Overlap(self._steady(facts), is_trial=not self._is_tried)
 
     def _continues(self, step: int, facts: dict[str, Any]) -> bool:
         """Return True if the copy of `step` continues. `facts` are those of its journal line."""
@@ -408,7 +410,7 @@ class Saver:
                 reason=CRASH,
                 parent=self._parent,
                 metrics=self._metrics(),
-                continuing=self._overlap(at_once=at_once or self._staging.slots == 1),
+                continuing=self._overlap(state, at_once=at_once or self._staging.slots == 1),
             )
         except SaveError as error:
             self._note_no_snapshot(step, error)

@@ -23,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from holdfast.trainer.planning.signature import Picker, picker
 from holdfast.trainer.process import devices
 
 # The piece that one thread takes at a time: large compared with the cost of taking it.
@@ -42,6 +43,8 @@ YIELDS: Final = 5
 # At least one word of so many bytes is compared after a late copy. Each is a cache miss.
 SAMPLE_BYTES: Final = 1024 * 1024
 WORD_BYTES: Final = 8
+# Moves up to so many bytes are made together.
+SMALL_BYTES_MAX: Final = 64
 
 _libc: Final = ctypes.CDLL(None)
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -59,6 +62,14 @@ _Facts = tuple[list[Any], ...]
 """What the way to copy each source depends on, a list for each fact"""
 
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+# Called for hundreds of tensors at each save, in C where `map` calls them.
+_address: Final = torch.Tensor.data_ptr
+_is_inference: Final = torch.Tensor.is_inference
+_storage: Final = torch.Tensor.untyped_storage
+_version: Final = operator.attrgetter("_version")
+_bytes: Final = operator.attrgetter("nbytes")
+_dtype: Final = operator.attrgetter("dtype")
+_device: Final = operator.attrgetter("device")
 
 
 class Copier:
@@ -90,28 +101,31 @@ class Copier:
         steady: Collection[int] = (),
         *,
         is_trial: bool = False,
+        are_same: bool = False,
     ) -> LateCopy | Trial | None:
         """Copy each source into its view. All bytes are there on return, unless one is returned.
 
         With addresses in `steady`, it begins to copy these sources in a thread, see `_find_late`.
-        With `is_trial`, it returns a comparison of them with their views instead.
+        With `is_trial`, it returns a comparison of them with their views instead. With `are_same`,
+        the caller knows that the sources have the memory and the form of those of the last copy.
 
         The copies follow all work queued on the sources' devices, on any stream: a program may
         update a tensor on a stream that its current one does not wait for yet. Raises `OSError` if
         a file cannot be written.
         """
-        self._sort(sources)
-        late = self._find_late(sources, steady) if steady else []
-        if is_trial or not late:
+        if not are_same or self._facts is None:
+            self._sort(sources)
+        plan = self._plan_late(sources, steady) if steady else None
+        if plan is None:
             self._copy(sources, list(self._moves.values()))
-            return self._try_out(sources, late) if late else None
-        if self._late is None or self._late.indices != late:
-            self._late = _LatePlan.of(self._moves, late)
-        left = self._moves.keys() - set(late)
-        self._copy(sources, [self._moves[index] for index in left])
+            return None
+        if is_trial:
+            self._copy(sources, list(self._moves.values()))
+            return self._try_out(sources, plan.indices)
+        self._copy(sources, plan.others)
+        plan.small.copy()
         # Last: the thread takes time from all that follows.
-        late_ones = [sources[index] for index in late]
-        return LateCopy(late_ones, self._late, self._thread_beside(), self._help)
+        return LateCopy(plan.pick(sources), plan, self._thread_beside(), self._help)
 
     def _sort(self, sources: Sequence[torch.Tensor]) -> None:
         """Find how to copy the sources that differ from those of the last copy."""
@@ -129,7 +143,7 @@ class Copier:
             }
         # Until all are sorted: an error must not leave some out of the next copy.
         self._facts = None
-        if self._late is not None and not changed.isdisjoint(self._late.indices):
+        if changed:
             self._late = None
         for index in changed:
             self._moves.pop(index, None)
@@ -141,6 +155,26 @@ class Copier:
             elif size:
                 self._others[index] = source.device
         self._facts = facts
+
+    def _plan_late(
+        self, sources: Sequence[torch.Tensor], steady: Collection[int]
+    ) -> _LatePlan | None:
+        """Return the copy of the sources that a thread may copy, None if there are too few.
+
+        The plan of the last copy is kept while the same sources are steady.
+        """
+        plan = self._late
+        is_known = plan is not None and (plan.steady is steady or plan.steady == steady)
+        # The sources may be other tensors of the same memory.
+        if plan is not None and is_known and not any(map(_is_inference, plan.pick(sources))):
+            return plan
+        late = self._find_late(sources, steady)
+        self._late = (
+            _LatePlan.of(self._moves, late, steady, is_on_disk=self._move_bytes is not None)
+            if late
+            else None
+        )
+        return self._late
 
     def _find_late(self, sources: Sequence[torch.Tensor], steady: Collection[int]) -> list[int]:
         """Return the indices of the sources that a thread may copy, by the addresses in `steady`.
@@ -223,11 +257,16 @@ class Copier:
 
 @dataclass
 class _Work:
-    """Pieces that the thread beside training moves. `problem` is set before `done`."""
+    """Pieces that the thread beside training moves. All else is set before `done`.
+
+    `words` are those of the image, if the thread has moved the last piece.
+    """
 
     pieces: deque[list[_Move]]
+    image_words: SampledWords
     done: threading.Event = field(default_factory=threading.Event)
     problem: OSError | None = None
+    words: np.ndarray[Any, Any] | None = None
 
 
 class _Beside:
@@ -244,9 +283,9 @@ class _Beside:
         """False after `close`, and in a forked child."""
         return self._thread.is_alive()
 
-    def begin(self, pieces: deque[list[_Move]]) -> _Work:
-        """Have the thread move the pieces until none is left."""
-        work = _Work(pieces)
+    def begin(self, pieces: deque[list[_Move]], image_words: SampledWords) -> _Work:
+        """Have the thread move the pieces until none is left, and then read the words."""
+        work = _Work(pieces, image_words)
         self._work.put(work)
         return work
 
@@ -256,15 +295,18 @@ class _Beside:
         self._thread.join()
 
     def _serve(self) -> None:
-        # Training comes first, above all the rest of the boundary that wakes this thread.
+        # Training comes first, above all the rest of the boundary that wakes this thread. The
+        # kernel lets no thread of this class interrupt an ordinary one when it wakes.
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
             os.setpriority(
                 os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + YIELDS
             )
         while (work := self._work.get()) is not None:
             try:
                 _take_and_move(work.pieces, LATE_MOVE_BYTES, self._move_bytes)
+                work.words = work.image_words.read()
             except OSError as error:
                 # `finish` raises it.
                 work.problem = error
@@ -275,19 +317,40 @@ class _Beside:
 
 @dataclass(frozen=True)
 class _LatePlan:
-    """What a late copy of the sources at `indices` moves, and the words that it compares."""
+    """What a late copy of the sources at `indices` moves, and the words that it compares.
+
+    `others` and `small` are the moves of the other sources, and `steady` the addresses that it was
+    made for.
+    """
 
     indices: list[int]
+    pick: Picker
+    steady: Collection[int]
+    others: list[_Move]
+    small: SmallMoves
     pieces: list[list[_Move]]
     source_words: SampledWords
     image_words: SampledWords
 
     @classmethod
-    def of(cls, moves: Mapping[int, _Move], indices: list[int]) -> _LatePlan:
+    def of(
+        cls,
+        moves: Mapping[int, _Move],
+        indices: list[int],
+        steady: Collection[int],
+        *,
+        is_on_disk: bool,
+    ) -> _LatePlan:
         """Plan for those of the `moves` that the thread makes."""
         late = [moves[index] for index in indices]
+        left = [moves[index] for index in moves.keys() - set(indices)]
+        small = [move for move in left if move[2] <= SMALL_BYTES_MAX and not is_on_disk]
         return cls(
             indices,
+            picker(indices),
+            steady,
+            [move for move in left if move[2] > SMALL_BYTES_MAX or is_on_disk],
+            SmallMoves(small),
             cut(late),
             SampledWords([(source, size) for _, source, size in late]),
             SampledWords([(to, size) for to, _, size in late]),
@@ -314,12 +377,12 @@ class LateCopy:
         self._sources, self._plan, self._help_with = sources, plan, help_with
         # The memory stays alive: the program may drop a tensor, or give it other memory, while its
         # bytes are read.
-        self._held = [source.untyped_storage() for source in sources]
-        self._versions = [source._version for source in sources]
+        self._held = list(map(_storage, sources))
+        self._versions = list(map(_version, sources))
         self._first = plan.source_words.read()
         self._pieces = deque(plan.pieces)
         # Last, when the words that the tensors have now are known.
-        self._copied = beside.begin(self._pieces)
+        self._copied = beside.begin(self._pieces, plan.image_words)
 
     @property
     def indices(self) -> list[int]:
@@ -337,15 +400,21 @@ class LateCopy:
         The caller's thread must be one that changes the tensors, or training must wait for it.
         Raises `OSError` if a file cannot be written.
         """
-        try:
-            self._help_with(self._pieces)
-        finally:
-            self._copied.done.wait()
-        if self._copied.problem is not None:
-            raise self._copied.problem
-        versions = [source._version for source in self._sources]
-        return versions == self._versions and np.array_equal(
-            self._plan.image_words.read(), self._first
+        copied = self._copied
+        is_done = copied.done.is_set()
+        if not is_done:
+            try:
+                self._help_with(self._pieces)
+            finally:
+                copied.done.wait()
+        if copied.problem is not None:
+            raise copied.problem
+        # If this thread has helped, its last piece may be younger than what the other has read.
+        words = copied.words if is_done else None
+        if words is None:
+            words = self._plan.image_words.read()
+        return list(map(_version, self._sources)) == self._versions and np.array_equal(
+            words, self._first
         )
 
     def cancel(self) -> None:
@@ -371,6 +440,37 @@ class Trial:
         )
 
 
+class SmallMoves:
+    """Moves of a few bytes each, such as the counters of an optimizer, made by one call of NumPy.
+
+    Hundreds of calls of `memmove` take as long as megabytes.
+    """
+
+    def __init__(self, moves: Sequence[_Move]) -> None:
+        """`moves` must not overlap."""
+        self._image: np.ndarray[Any, Any] | None = None
+        if not moves:
+            return
+        self._image, self._to = _bytes_at([(to, size) for to, _, size in moves])
+        self._memory, self._from = _bytes_at([(source, size) for _, source, size in moves])
+
+    def copy(self) -> None:
+        if self._image is not None:
+            self._image[self._to] = self._memory[self._from]
+
+
+def _bytes_at(
+    places: Sequence[tuple[int, int]],
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return memory as an array of bytes, and the indices of those of all places in it."""
+    first = min(address for address, _ in places)
+    end = max(address + size for address, size in places)
+    indices = np.concatenate(
+        [np.arange(address - first, address - first + size) for address, size in places]
+    )
+    return np.asarray(_Memory(first, end - first, "|u1", is_written=True)), indices
+
+
 class SampledWords:
     """Words of tensors of plain bytes: the first, and one at least in every `SAMPLE_BYTES`.
 
@@ -387,7 +487,7 @@ class SampledWords:
         words = np.repeat(addresses, counts) + numbers * np.repeat(strides, counts)
         first = int(words.min())
         self._memory: np.ndarray[Any, Any] = np.asarray(
-            _Memory(first, int(words.max()) - first + 1)
+            _Memory(first, int(words.max()) - first + 1, "<u8")
         )
         self._words = words - first
 
@@ -401,18 +501,18 @@ class SampledWords:
 
 
 class _Memory:
-    """The word at each byte of a range of addresses, as an array. Only words of tensors are read.
+    """An item of `kind` at each byte of a range of addresses, as an array.
 
-    Most of the range need not exist.
+    Only items of tensors may be used. Most of the range need not exist.
     """
 
-    def __init__(self, first: int, count: int) -> None:
+    def __init__(self, first: int, count: int, kind: str, *, is_written: bool = False) -> None:
         self.__array_interface__ = {
             "version": 3,
             "shape": (count,),
             "strides": (1,),
-            "typestr": "<u8",
-            "data": (first, True),
+            "typestr": kind,
+            "data": (first, not is_written),
         }
 
 
@@ -427,13 +527,13 @@ def _facts_of(sources: Sequence[torch.Tensor]) -> _Facts | None:
     if any(source.layout is not torch.strided for source in sources):
         return None
     return (
-        [source.data_ptr() for source in sources],
-        [source.nbytes for source in sources],
-        [source.dtype for source in sources],
-        [source.device for source in sources],
-        [source.is_contiguous() for source in sources],
-        [source.is_conj() for source in sources],
-        [source.is_neg() for source in sources],
+        list(map(_address, sources)),
+        list(map(_bytes, sources)),
+        list(map(_dtype, sources)),
+        list(map(_device, sources)),
+        list(map(torch.Tensor.is_contiguous, sources)),
+        list(map(torch.Tensor.is_conj, sources)),
+        list(map(torch.Tensor.is_neg, sources)),
     )
 
 

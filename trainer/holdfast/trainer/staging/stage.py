@@ -32,6 +32,7 @@ from holdfast.trainer.planning.layout import (
     files_of,
     local_parts,
 )
+from holdfast.trainer.planning.signature import Flat, Picker, TensorFacts, picker
 from holdfast.trainer.process import devices
 from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.slots.modes import DIRECTORY_KEY, MEMORY, Staging
@@ -276,6 +277,27 @@ class FlusherConnection:
         return bool(poller.poll(0))
 
 
+class _Keys:
+    """Which values of a flattened state are the tensors and the numbers of a layout."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._tensors = [place.key for place in layout.tensors]
+        self._numbers = [place.key for place in layout.numbers]
+        self._places: tuple[list[str], Picker, Picker] | None = None
+
+    def pick(self, flat: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the values of the tensors and those of the numbers."""
+        if not isinstance(flat, Flat):
+            return [flat[key] for key in self._tensors], [flat[key] for key in self._numbers]
+        # Most states have the same names, so their values have the same places.
+        if self._places is None or self._places[0] is not flat.names:
+            at = {name: number for number, name in enumerate(flat.names)}
+            pickers = [picker([at[key] for key in keys]) for keys in (self._tensors, self._numbers)]
+            self._places = flat.names, pickers[0], pickers[1]
+        _, tensors, numbers = self._places
+        return tensors(flat.leaves), numbers(flat.leaves)
+
+
 class StagedSlot:
     """One slot, mapped and cut into a view for each tensor of the layout."""
 
@@ -294,8 +316,9 @@ class StagedSlot:
             torch.get_num_threads(),
             self.slot.move,
         )
-        self._tensor_keys = [place.key for place in layout.tensors]
-        self._number_keys = [place.key for place in layout.numbers]
+        self._keys = _Keys(layout)
+        # What was known of the state that was copied last.
+        self._facts: TensorFacts | None = None
         self._numbers: list[Any] = [_UNWRITTEN] * len(layout.numbers)
         self._pinned = 0
         self._lock = threading.Lock()
@@ -316,16 +339,22 @@ class StagedSlot:
         `is_trial`, a comparison of these tensors is returned in its place. Raises `SaveError` if a
         number or the train state no longer fits its place, or if a disk fails.
         """
-        self._fill_numbers(flat)
+        values, numbers = self._keys.pick(flat)
+        self._fill_numbers(numbers)
         if train_state is not None and self._layout.train_state_at is not None:
             at = self._layout.train_state_at
             self.slot.data[at : at + len(train_state)] = train_state
         with self._lock, torch.no_grad():
-            sources = local_parts([flat[key] for key in self._tensor_keys])
+            facts = flat.facts if isinstance(flat, Flat) else None
+            are_same, self._facts = facts is not None and facts is self._facts, None
             try:
-                return self._copier.copy(sources, steady, is_trial=is_trial)
+                late = self._copier.copy(
+                    local_parts(values), steady, is_trial=is_trial, are_same=are_same
+                )
             except OSError as error:
                 raise SaveError(f"the state cannot be staged: {error.strerror}") from error
+            self._facts = facts
+            return late
 
     def append_storage_meta(self, content: bytes) -> None:
         """Write `content` over the last byte of a complete `.metadata` and after it."""
@@ -351,10 +380,10 @@ class StagedSlot:
         with contextlib.suppress(BufferError):
             self.slot.close()
 
-    def _fill_numbers(self, flat: Mapping[str, Any]) -> None:
+    def _fill_numbers(self, values: Sequence[Any]) -> None:
         """Write the numbers that changed since this slot was last filled."""
         encoded: dict[tuple[str, int], bytes] = {}
-        values, written = [flat[key] for key in self._number_keys], self._numbers
+        written = self._numbers
         changed = compress(count(), map(operator.is_not, values, written))
         for place, value, i in ((self._layout.numbers[i], values[i], i) for i in changed):
             text = repr(value)

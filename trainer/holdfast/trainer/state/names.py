@@ -3,13 +3,17 @@
 The prefixes `module.` of DDP, `_orig_mod.` of a compiled model and `_checkpoint_wrapped_module.`
 of an activation-checkpointed one are not part of a name, so a checkpoint loads into each of these
 forms. The names are those of stock DCP's `get_model_state_dict`. Each call walks over the modules
-again and caches nothing, so it sees replaced parameters and new submodules.
+again, or compares all that the last walk has found, so it sees replaced parameters and new
+submodules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import operator
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any, Final
 
 import torch
@@ -22,6 +26,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.planning.rank_rows import refuse_marked_shard
+from holdfast.trainer.planning.signature import Picker, picker
 
 # Wrapper → the child whose name is not part of a canonical name.
 WRAPPERS: Final[Mapping[type[nn.Module], str]] = {
@@ -41,6 +46,20 @@ _SAVING: Final = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _LOADING: Final = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 # `_NormBase` reads old versions of its own state and is otherwise standard.
 _STANDARD: Final = (nn.Module, nn.modules.batchnorm._NormBase)
+
+
+# What a walk reads of each module.
+_PARTS: Final = operator.itemgetter(
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_not_persistent: Final = operator.itemgetter("_non_persistent_buffers_set")
+_shape: Final = operator.attrgetter("shape")
 
 
 @dataclass
@@ -69,6 +88,121 @@ def find_all(models: Sequence[nn.Module]) -> Named:
         {key: name for part in parts for key, name in part.parameters.items()},
         all(part.is_plain for part in parts),
     )
+
+
+class Walk:
+    """Finds the names of models again and again, see `find_all`.
+
+    A full walk calls Python for each module. The next ones only compare what it has read, object by
+    object, and repeat it if anything is another object.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._seen: _Seen | None = None
+
+    def find(self) -> Named:
+        """Return the names as they are now. Raises like `find_all`."""
+        named = None if self._seen is None else self._seen.named_again()
+        if named is None:
+            named = find_all(self._models)
+            self._seen = _Seen.of(self._models, named)
+        return named
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a walk has read, with weak references: an exchanged module or tensor is freed."""
+
+    modules: list[Callable[[], Any]]
+    kinds: list[type]
+    sizes: list[int]
+    keys: list[Any]
+    values: list[Callable[[], Any]]
+    absent: int
+    not_persistent: list[set[str]]
+    named: Named
+    names: list[str]
+    places: Picker
+
+    @classmethod
+    def of(cls, models: Sequence[nn.Module], named: Named) -> _Seen | None:
+        """Return what a walk has just read to find `named`, None if each walk must be a full one.
+
+        It must be if a module defines its own state, or has a hook that the walk has to call.
+        """
+        modules = [module for model in models for module in model.modules()]
+        hooks = [hook for module in modules for hook in module._state_dict_pre_hooks.values()]
+        if not named.is_plain or not all(map(_is_of_fsdp, hooks)):
+            return None
+        own = list(map(vars, modules))
+        try:
+            parts = list(chain.from_iterable(map(_PARTS, own)))
+            values = list(chain.from_iterable(map(dict.values, parts)))
+            held = [_held_weakly(value) for value in values]
+        except (KeyError, TypeError):
+            # A scripted module has its parts elsewhere.
+            return None
+        at = {id(value): number for number, value in enumerate(values)}
+        return cls(
+            [weakref.ref(module) for module in modules],
+            list(map(type, modules)),
+            list(map(len, parts)),
+            list(chain.from_iterable(parts)),
+            held,
+            sum(value is None for value in values),
+            [set(names) for names in map(_not_persistent, own)],
+            Named({}, named.buffers, named.parameters),
+            list(named.tensors),
+            picker([at[id(tensor)] for tensor in named.tensors.values()]),
+        )
+
+    def named_again(self) -> Named | None:
+        """Return the names, None if anything that a walk reads is another object.
+
+        The hooks of FSDP2 put its sharded parameters back. They are not called here, because the
+        sharded parameters are there if all tensors are those that were there after such a call.
+        """
+        modules = [reference() for reference in self.modules]
+        if list(map(type, modules)) != self.kinds:
+            return None
+        own = list(map(vars, modules))
+        if any("state_dict" in one or "load_state_dict" in one for one in own):
+            return None
+        try:
+            parts = list(chain.from_iterable(map(_PARTS, own)))
+            not_persistent = list(map(_not_persistent, own))
+        except (KeyError, TypeError):
+            return None
+        if list(map(len, parts)) != self.sizes or not_persistent != self.not_persistent:
+            return None
+        # Most parts are empty, and each costs a call.
+        filled = list(filter(None, parts))
+        values = list(chain.from_iterable(map(dict.values, filled)))
+        then = [reference() for reference in self.values]
+        # One that was freed is None too, and so may be what has replaced it.
+        if sum(map(operator.is_, then, repeat(None))) != self.absent:
+            return None
+        if list(chain.from_iterable(filled)) != self.keys:
+            return None
+        if not all(map(operator.is_, values, then)):
+            return None
+        tensors = dict(zip(self.names, self.places(values), strict=True))
+        return Named(tensors, self.named.buffers, self.named.parameters)
+
+
+def _held_weakly(value: Any) -> Callable[[], Any]:
+    """Return a function that returns `value` while it lives."""
+    return _none if value is None else weakref.ref(value)
+
+
+def _none() -> None:
+    return None
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)
+    return str(getattr(function, "__module__", "")).startswith(_KNOWN_HOOKS[0])
 
 
 def find_named(model: nn.Module) -> Named:
@@ -117,6 +251,7 @@ class Views:
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[DTensor, DTensor]] = {}
+        self._last: _LastViews | None = None
 
     def of(
         self, tensors: Mapping[str, torch.Tensor], buffers: Collection[str] = ()
@@ -125,6 +260,10 @@ class Views:
 
         Views of `buffers` are marked: the ranks' copies may differ, and one rank's copy is saved.
         """
+        last, self._last = self._last, None
+        if last is not None and last.are_of(tensors, buffers):
+            self._last = last
+            return dict(last.views)
         found: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
@@ -133,6 +272,8 @@ class Views:
             # A view lacks these attributes, so the plan would not see them.
             refuse_marked_shard(name, tensor)
             found[name] = as_buffer(tensor) if name in buffers else tensor.detach()
+        if all(type(tensor) is DTensor for tensor in tensors.values()):
+            self._last = _LastViews.of(tensors, buffers, found)
         return found
 
     def _sharded(self, name: str, tensor: DTensor, *, is_buffer: bool) -> DTensor:
@@ -147,6 +288,44 @@ class Views:
         assert isinstance(view, DTensor)
         self._kept[name] = tensor, view
         return view
+
+
+@dataclass(frozen=True)
+class _LastViews:
+    """Views of tensors that are all DTensors, and what they depend on."""
+
+    names: list[str]
+    tensors: list[DTensor]
+    buffers: Collection[str]
+    views: dict[str, torch.Tensor]
+    addresses: list[int]
+    shapes: list[torch.Size]
+
+    @classmethod
+    def of(
+        cls, tensors: Mapping[str, Any], buffers: Collection[str], views: Mapping[str, Any]
+    ) -> _LastViews:
+        parts = [view._local_tensor for view in views.values()]
+        return cls(
+            list(tensors),
+            list(tensors.values()),
+            buffers,
+            dict(views),
+            list(map(torch.Tensor.data_ptr, parts)),
+            list(map(_shape, parts)),
+        )
+
+    def are_of(self, tensors: Mapping[str, Any], buffers: Collection[str]) -> bool:
+        """Return True if the views are those of `tensors`, and share their memory."""
+        if list(tensors) != self.names or buffers != self.buffers:
+            return False
+        if not all(map(operator.is_, tensors.values(), self.tensors)):
+            return False
+        # A resize or `.data =` gives a parameter new memory under the same object.
+        parts = [tensor._local_tensor for tensor in tensors.values()]
+        return self.addresses == list(map(torch.Tensor.data_ptr, parts)) and (
+            self.shapes == list(map(_shape, parts))
+        )
 
 
 def _walk(module: nn.Module, prefix: str, found: Named) -> None:

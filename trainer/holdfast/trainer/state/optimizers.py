@@ -9,6 +9,7 @@ the state of a parameter, and a program may unfreeze a parameter later.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, cycle
 from typing import Any, Final
@@ -20,6 +21,8 @@ from torch.optim import Optimizer
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.planning.compare_keys import shorten
+from holdfast.trainer.planning.signature import Columns
+from holdfast.trainer.planning.signature import is_plain as is_plain_value
 from holdfast.trainer.process import devices
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.forms import (
@@ -94,6 +97,7 @@ def known_keys(
 # Not options of a parameter: the list itself, and the program's names, which contain wrappers.
 _NOT_OPTIONS: Final = frozenset({"params", "param_names"})
 NAMES_SHOWN: Final = 5
+_NOTHING: Final[dict[Any, Any]] = {}
 _OF_TORCH: Final = "torch.optim."
 _UNSHARDED: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -175,8 +179,8 @@ class OptimizerState:
         self._optimizer, self._number = optimizer, number
         # The keys of each group's options, and the owners and options they were made from.
         self._keys: dict[int, tuple[list[str], list[str], list[str]]] = {}
-        # Those of each group's state, and the owners and names they were made from.
-        self._state_keys: dict[int, tuple[list[str], list[list[Any]], list[str]]] = {}
+        # The names of the last state, if it was as usual, and what they depend on.
+        self._usual: tuple[list[Any], list[str]] | None = None
         # The groups when the Session was made, with tensors without memory as parameters.
         self._fresh: list[dict[str, Any]] = []
         self._fresh_names: dict[int, str] = {}
@@ -221,20 +225,24 @@ class OptimizerState:
         ]
         return f"the groups of optimizer {self._number} have changed: {'; '.join(parts)}"
 
-    def gather(self, names: Names, forms: Forms | None = None) -> dict[str, Any]:
+    def gather(self, names: Names, forms: Forms | None = None) -> Mapping[str, Any]:
         """Return live tensors and numbers by key. Add their forms to `forms`."""
+        usual = self._read_usual(names) if forms is None else None
+        if usual is not None and self._usual is not None and usual[0] == self._usual[0]:
+            return Columns(self._usual[1], usual[1])
         found: dict[str, Any] = {}
         state, groups = self._now()
         if len(self._keys) > len(groups):
             self._keys.clear()
         for number, group in enumerate(groups):
             owners = [names[id(p)] for p in group["params"]]
-            parameters = group["params"]
-            is_done = forms is None and self._gather_usual(found, number, owners, parameters, state)
-            for parameter, name in zip(parameters, owners, strict=True) if not is_done else ():
+            for parameter, name in zip(group["params"], owners, strict=True):
                 # Missing state is never created, not even by a step with a gradient of zero, see
                 # decision 21.
-                if values := state.get(parameter):
+                values = state.get(parameter)
+                if values is not None:
+                    self._require_mapping(name, values)
+                if values:
                     _gather_one(found, parameter, group, f"{STATE}.{name}", values, forms)
                     self._mark_added(values, parameter, group, name, forms)
             flat: dict[str, Any] = {}
@@ -246,63 +254,55 @@ class OptimizerState:
             if forms is not None:
                 self._note_options(owners, flat, noted, forms)
         self._gather_others(found, state, forms)
+        self._usual = None
+        if (
+            usual is not None
+            and len(found) == len(usual[1])
+            and all(map(operator.is_, found.values(), usual[1]))
+        ):
+            self._usual = usual[0], list(found)
         return found
 
-    def _gather_usual(
-        self,
-        found: dict[str, Any],
-        number: int,
-        owners: list[str],
-        parameters: Sequence[torch.Tensor],
-        state: Mapping[Any, Any],
-    ) -> bool:
-        """Add the state of a group if it is as usual. Return False if it is not, or is invalid.
-
-        It does the same as `_gather_one` for each parameter, in a few calls for all of them.
-        """
-        try:
-            states = [state.get(parameter) or {} for parameter in parameters]
-            values = list(chain.from_iterable(its.values() for its in states))
-        except (AttributeError, TypeError, RuntimeError):
-            # Found only now, so that usual states are not examined one by one at each save.
-            self._refuse_states(owners, parameters, state)
-            raise
-        if not SIMPLE.issuperset(map(type, values)):
-            return False
-        # A tensor beside a sharded parameter may be a part of its own, unless it is a scalar.
-        if any(isinstance(parameter, DTensor) for parameter in parameters) and any(
-            value.dim() for value in values if type(value) in _UNSHARDED
-        ):
-            return False
-        names, kept = list(map(list, states)), self._state_keys.get(number)
-        if kept is None or kept[0] != owners or kept[1] != names:
-            keys = [
-                f"{STATE}.{owner}.{name}"
-                for owner, its in zip(owners, names, strict=True)
-                for name in its
-            ]
-            if not all(type(name) is str for its in names for name in its):
-                return False
-            if len(set(keys)) < len(keys):
-                return False
-            kept = self._state_keys[number] = owners, names, keys
-        if not found.keys().isdisjoint(kept[2]):
-            return False
-        found.update(zip(kept[2], values, strict=True))
-        return True
-
-    def _refuse_states(
-        self, owners: list[str], parameters: Sequence[torch.Tensor], state: Mapping[Any, Any]
-    ) -> None:
+    def _require_mapping(self, owner: str, values: Any) -> None:
         """Raise `CheckpointError` if the state of a parameter is no mapping."""
-        for owner, parameter in zip(owners, parameters, strict=True):
-            value = state.get(parameter, {})
-            if not isinstance(value, Mapping):
-                raise CheckpointError(
-                    f"optimizer.{STATE}.{owner}: the state that {type(self._optimizer).__name__} "
-                    f"has of this parameter is a {type(value).__name__}; expected a dict, as "
-                    'self.state[p] = {"momentum": …}'
-                )
+        if not isinstance(values, Mapping):
+            raise CheckpointError(
+                f"optimizer.{STATE}.{owner}: the state that {type(self._optimizer).__name__} "
+                f"has of this parameter is a {type(values).__name__}; expected a dict, as "
+                'self.state[p] = {"momentum": …}'
+            )
+
+    def _read_usual(self, names: Names) -> tuple[list[Any], list[Any]] | None:
+        """Return the values in the order of `gather`, and before them all that their names need.
+
+        None unless each value is saved as it is, and belongs to a parameter.
+        """
+        if not is_plain(self._optimizer):
+            return None
+        state = self._optimizer.state
+        outline, leaves, with_state = list[Any](), list[Any](), 0
+        for group in self._optimizer.param_groups:
+            parameters, options = group["params"], _options(group)
+            found = list(map(state.get, parameters))
+            with_state += len(found) - found.count(None)
+            states = [_NOTHING if its is None else its for its in found]
+            if set(map(type, states)) != {dict}:
+                return None
+            values = list(chain.from_iterable(map(dict.values, states)))
+            kinds = list(map(type, values))
+            if not SIMPLE.issuperset(kinds) or not all(map(_is_one_value, options.values())):
+                return None
+            # A tensor beside a sharded parameter may be a part of its own, unless it is a scalar.
+            if any(issubclass(kind, DTensor) for kind in set(map(type, parameters))) and any(
+                value.dim() for value in values if type(value) in _UNSHARDED
+            ):
+                return None
+            owners = list(map(names.get, map(id, parameters)))
+            keys = list(chain.from_iterable(states))
+            outline += owners, list(map(len, states)), keys, list(options)
+            leaves += values
+            leaves += list(options.values()) * len(owners)
+        return (outline, leaves) if with_state == len(state) else None
 
     def wanted(
         self,
@@ -508,6 +508,12 @@ class OptimizerState:
             keys = [f"{GROUPS}.{name}.{option}" for name in owners for option in options]
             kept = self._keys[number] = owners, options, keys
         return kept[2]
+
+
+def _is_one_value(option: Any) -> bool:
+    """Return True for an option that is saved as it is under one name."""
+    kind = type(option)
+    return kind in SIMPLE or (kind in (list, tuple) and is_plain_value(option))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

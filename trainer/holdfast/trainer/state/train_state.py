@@ -8,7 +8,9 @@ Everything else is in `train_state.json`. Nothing is pickled.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, TypeVar
 
 import torch
@@ -33,6 +35,7 @@ from holdfast.trainer.state.imported import FORMAT, find_ties, is_imported, name
 from holdfast.trainer.state.names import (
     Named,
     Views,
+    Walk,
     as_buffer,
     copy_unless_same,
     find_all,
@@ -95,6 +98,7 @@ OPTIMIZER: Final = "optimizer"
 RNG: Final = "rng"
 
 _WITH_MEMORY: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_is_trained: Final = operator.attrgetter("requires_grad")
 
 T = TypeVar("T")
 
@@ -127,7 +131,11 @@ class TrainState:
         )
         self._rank, self._world_size = rank, world_size
         self._fit = fit or ResumeFit()
+        self._walk = Walk(self._models)
         self._views = Views()
+        # The last answer of `steady`, after what it depends on.
+        self._steady: tuple[object, object, Collection[int]] = None, None, ()
+        self._rng: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._saved = SavedOptimizer()
         self._ties: dict[str, str] = {}
         self._forms: Forms | None = None
@@ -230,7 +238,7 @@ class TrainState:
         The tensors share memory with the live ones. Raises `CheckpointError` if an extra contains
         something that could only be pickled.
         """
-        generators = rng.capture()
+        generators = self._in_place(rng.capture())
         state = self._tensors() | {RNG: {rank_key(self._rank): generators}}
         tensors, documents = self._objects.capture()
         put(state, tensors)
@@ -366,6 +374,7 @@ class TrainState:
         if metadata is not None and OwnLoading.of(self._models):
             self._want_model(state[MODEL], metadata(), pick, document.get(FORMS) or {})
         if self._optimizers and metadata is not None:
+            state[OPTIMIZER] = dict(state[OPTIMIZER])
             self._want(state[OPTIMIZER], metadata(), pick, document.get(FORMS))
             self._saved.empty_groups = document.get(EMPTY_GROUPS, {})
         return state
@@ -375,23 +384,35 @@ class TrainState:
             yield from model.parameters()
             yield from model.buffers()
 
-    def steady(self) -> set[int]:
+    def steady(self, facts: object = None) -> Collection[int]:
         """Return the addresses of the tensors that only the step of an optimizer changes.
 
         They are the trained parameters of torch's optimizers and the state of these. A forward may
-        change any other tensor, and torch does not report the steps of other optimizers.
+        change any other tensor, and torch does not report the steps of other optimizers. `facts` is
+        the same object as before if the names and the memory of all tensors are known to be those
+        of before.
         """
         if self._is_fsdp1 or not self._is_heard:
-            return set()
+            return ()
+        plain = list(filter(is_plain, self._optimizers))
+        parameters = [p for each in plain for group in each.param_groups for p in group["params"]]
+        depends_on = list(map(id, plain)), list(map(_is_trained, parameters))
+        if facts is None or facts is not self._steady[0] or depends_on != self._steady[1]:
+            self._steady = facts, depends_on, self._find_steady(plain)
+        return self._steady[2]
+
+    def _find_steady(self, optimizers: Sequence[Optimizer]) -> set[int]:
         found: list[Any] = []
-        for optimizer in filter(is_plain, self._optimizers):
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.requires_grad:
-                        found.append(parameter)
-                        found += optimizer.state.get(parameter, {}).values()
-        parts = [one._local_tensor if isinstance(one, DTensor) else one for one in found]
-        addresses = {part.data_ptr() for part in parts if type(part) in _WITH_MEMORY}
+                trained = list(filter(_is_trained, group["params"]))
+                states = filter(None, map(optimizer.state.get, trained))
+                found += trained
+                found += chain.from_iterable(its.values() for its in states)
+        parts = [one._local_tensor if type(one) is DTensor else one for one in found]
+        if not _WITH_MEMORY.issuperset(map(type, parts)):
+            parts = [part for part in parts if type(part) in _WITH_MEMORY]
+        addresses = set(map(torch.Tensor.data_ptr, parts))
         return addresses - {0}
 
     def put_back(
@@ -436,7 +457,7 @@ class TrainState:
 
     def _tensors(self) -> State:
         """Return the current model and optimizer state, without creating any state."""
-        named = find_all(self._models)
+        named = self._walk.find()
         state: State = {MODEL: self._model_tensors(named)}
         if self._optimizers:
             state[OPTIMIZER] = self._optimizer_tensors(named)
@@ -458,7 +479,21 @@ class TrainState:
             for name, value in own_loading.gathered(found, own, forms).items()
         }
 
-    def _optimizer_tensors(self, named: Named, forms: Forms | None = None) -> State:
+    def _in_place(self, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the states of generators in the memory of the last ones.
+
+        So a copy finds that all tensors of the state are where they were.
+        """
+        for kind, state in states.items():
+            last, kept = self._rng.get(kind, (None, None))
+            if kept is None or kept.shape != state.shape or kept.dtype != state.dtype:
+                kept = state.clone()
+            elif state is not last:
+                kept.copy_(state)
+            self._rng[kind] = state, kept
+        return {kind: self._rng[kind][1] for kind in states}
+
+    def _optimizer_tensors(self, named: Named, forms: Forms | None = None) -> Mapping[str, Any]:
         if self._is_fsdp1:
             return fsdp1.gather(self._models[0], self._optimizers)
         try:
@@ -467,10 +502,9 @@ class TrainState:
             # A parameter was replaced without the optimizer's knowledge. Report which one.
             self._check(named)
             raise
-        found, *others = parts
-        for other in others:
-            found |= other
-        return found
+        if len(parts) == 1:
+            return parts[0]
+        return {key: value for part in parts for key, value in part.items()}
 
     def _own_forms(self) -> Forms:
         forms: Forms = {}
