@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import random
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.contracts.errors import CheckpointError, SaveError
 from holdfast.trainer.planning.layout import NumberEntry, plan_layout
-from holdfast.trainer.planning.signature import Joined, Signature, flatten
+from holdfast.trainer.planning.signature import Flat, Joined, Signature, flatten
 from holdfast.trainer.slots.slots import Slot
 from holdfast.trainer.staging.copying import Copier, LateCopy
 from holdfast.trainer.staging.stage import StagedSlot
 from holdfast.trainer.state import rng
 from holdfast.trainer.state.optimizers import OptimizerState
+from holdfast.trainer.state.run_state import TrainingProgress
+from holdfast.trainer.state.train_state import TrainState
 
 SIDE = 600  # 1.4 MB: a thread copies it
 ENTRY_BYTES = 2048
@@ -266,3 +275,213 @@ def test_a_draw_shows_in_the_state_of_a_generator(draw: Callable[[], float]) -> 
     assert all(torch.equal(before[kind], kept[kind]) for kind in before)
     rng.restore(before)
     assert draw() == drawn
+
+
+# --- the whole state ------------------------------------------------------------------------------
+
+Parts = tuple[Any, Any]
+
+
+def program() -> Parts:
+    """Return a model with a shared parameter and buffers, and an optimizer with two groups."""
+    torch.manual_seed(5)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Identity())
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": [model[2].bias]}])
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def another_parameter(model: Any, _: Any) -> None:
+    model[1].weight = nn.Parameter(torch.full((4,), 3.0))
+
+
+def move_parameter(model: Any, _: Any) -> None:
+    # The last module had none, so all lists of names and values stay the same.
+    model[3].bias = model[2].bias
+    del model[2].bias
+
+
+def exchange_modules(model: Any, _: Any) -> None:
+    model[1], model[3] = model[3], model[1]
+
+
+def own_state(model: Any, _: Any) -> None:
+    model[1].state_dict = lambda *_, **__: {"mine": torch.ones(1)}
+
+
+def save_hook(model: Any, _: Any) -> None:
+    more = torch.ones(1)
+    model.register_state_dict_post_hook(lambda _, state, *__: state.update(more=more))
+
+
+def no_more_saved(model: Any, _: Any) -> None:
+    model[1]._non_persistent_buffers_set.add("running_mean")
+
+
+def no_buffer(model: Any, _: Any) -> None:
+    model[1].running_mean = None
+
+
+def one_option_of_all(_: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] = 0.25
+
+
+def option_in_place(_: Any, optimizer: Any) -> None:
+    optimizer.param_groups[1]["betas"] = (0.5, 0.75)
+
+
+def other_states(_: Any, optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def exchange_states(model: Any, optimizer: Any) -> None:
+    first, second = optimizer.state[model[0].bias], optimizer.state[model[2].bias]
+    first["exp_avg"], second["exp_avg"] = second["exp_avg"], first["exp_avg"]
+
+
+def exchange_parameters(_: Any, optimizer: Any) -> None:
+    one, other = optimizer.param_groups
+    one["params"][1], other["params"][0] = other["params"][0], one["params"][1]
+
+
+STATE_CHANGES: dict[str, Callable[[Any, Any], object]] = {
+    "another parameter": another_parameter,
+    "a parameter of another module": move_parameter,
+    "a parameter that is no longer shared": lambda model, _: setattr(
+        model[2], "weight", nn.Parameter(torch.ones(4, 4))
+    ),
+    "other memory of a parameter": lambda model, _: give(model[0].weight, torch.ones(4, 4)),
+    "another type of a tensor": lambda model, its: give(
+        its.state[model[0].bias]["exp_avg"],
+        its.state[model[0].bias]["exp_avg"].view(torch.int32),
+    ),
+    "another shape of a parameter": lambda model, _: give(model[1].bias, torch.ones(5)),
+    "exchanged modules": exchange_modules,
+    "a new module": lambda model, _: model.append(nn.Linear(2, 2)),
+    "a module fewer": lambda model, _: model.pop(1),
+    "another module": lambda model, _: setattr(model, "1", nn.BatchNorm1d(4)),
+    "a state of its own": own_state,
+    "a hook": save_hook,
+    "a buffer that is no longer saved": no_more_saved,
+    "a buffer that is gone": no_buffer,
+    "another buffer": lambda model, _: setattr(model[1], "running_mean", torch.ones(4)),
+    "an option": one_option_of_all,
+    "an option of a list": option_in_place,
+    "an option that is a tensor": lambda _, its: its.param_groups[0].update(lr=torch.ones(())),
+    "an option that is a text": lambda _, its: its.param_groups[0].update(lr="x" * 999),
+    "a new option": lambda _, its: its.param_groups[1].update(more=[1, 2]),
+    "an option fewer": lambda _, its: its.param_groups[1].pop("maximize"),
+    "a nested option": lambda _, its: its.param_groups[1].update(more={"one": torch.ones(1)}),
+    "another tensor": lambda model, its: its.state[model[0].bias].update(exp_avg=torch.ones(4)),
+    "a tensor of another shape": lambda model, its: give(
+        its.state[model[0].bias]["exp_avg"], torch.ones(3)
+    ),
+    "a number for a tensor": lambda model, its: its.state[model[0].bias].update(step=3),
+    "a new value": lambda model, its: its.state[model[0].bias].update(more=torch.ones(2)),
+    "a value of no parameter": lambda _, its: its.state.update(shared=torch.ones(2)),
+    "no state": other_states,
+    "no state of one": lambda model, its: its.state.pop(model[0].bias),
+    "exchanged states": exchange_states,
+    "exchanged parameters": exchange_parameters,
+    "a group more": lambda model, its: its.add_param_group({"params": model[1].parameters()}),
+}
+
+
+def captured(state: TrainState) -> dict[str, Any]:
+    return state.capture(TrainingProgress(step=1, seed=1))[0]
+
+
+@pytest.mark.parametrize("change", STATE_CHANGES.values(), ids=STATE_CHANGES.keys())
+def test_each_change_of_a_state_is_in_the_next_save(change: Callable[[Any, Any], object]) -> None:
+    parts, joined = program(), Joined()
+    state = TrainState(parts[0], [parts[1]], rank=0, world_size=1)
+    signature = Signature(flatten(captured(state)))
+    flat = [flatten(captured(state), joined) for _ in range(3)]
+    assert isinstance(flat[2], Flat)
+    assert all(map(signature.fits, flat))
+    assert flat[2].facts is flat[1].facts is not None
+    change(*parts)
+    for _ in range(3):
+        found = flatten(captured(state), joined)
+        fresh = flatten(captured(TrainState(parts[0], [parts[1]], rank=0, world_size=1)))
+        assert list(found) == list(fresh)
+        for key, value in fresh.items():
+            assert type(found[key]) is type(value)
+            if isinstance(value, torch.Tensor):
+                assert (found[key].dtype, found[key].shape) == (value.dtype, value.shape)
+                assert key.startswith("rng.") or found[key].data_ptr() == value.data_ptr()
+                assert torch.equal(found[key], value)
+            else:
+                assert found[key] == value
+        assert signature.fits(found) == (Signature(fresh) == signature)
+        if isinstance(found, Flat) and found.facts is flat[2].facts:
+            # Then no tensor may be elsewhere.
+            assert [one.data_ptr() for one in found.values() if isinstance(one, torch.Tensor)] == [
+                one.data_ptr() for one in flat[2].values() if isinstance(one, torch.Tensor)
+            ]
+
+
+def test_a_hook_of_the_program_runs_at_each_save() -> None:
+    model, optimizer = program()
+    state, calls = TrainState(model, [optimizer], rank=0, world_size=1), list[int]()
+    captured(state)
+    model[1].register_state_dict_pre_hook(lambda *_: calls.append(1))
+    for _ in range(3):
+        before = len(calls)
+        captured(state)
+        assert len(calls) > before
+
+
+def test_what_a_program_drops_is_freed_before_the_next_save() -> None:
+    model, optimizer = program()
+    state = TrainState(model, [optimizer], rank=0, world_size=1)
+    for _ in range(3):
+        captured(state)
+    dropped = [weakref.ref(model[1].running_mean), weakref.ref(model[1])]
+    dropped += [weakref.ref(one) for its in optimizer.state.values() for one in its.values()]
+    model[1] = nn.BatchNorm1d(4)
+    optimizer.state.clear()
+    gc.collect()
+    assert not any(reference() is not None for reference in dropped)
+
+
+def test_parameters_that_are_no_longer_trained_are_not_steady() -> None:
+    model, optimizer = program()
+    state, facts = TrainState(model, [optimizer], rank=0, world_size=1), object()
+    before = state.steady(facts)
+    assert state.steady(facts) is before
+    assert model[0].bias.data_ptr() in before
+    model[0].bias.requires_grad_(False)
+    assert model[0].bias.data_ptr() not in state.steady(facts)
+    model[0].bias.requires_grad_(True)
+    optimizer.register_state_dict_pre_hook(lambda _: None)
+    assert not state.steady(facts)
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    """A process group without communication, for sharded tensors."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_parameters_that_fsdp_has_gathered_are_saved_as_shards(fake_group: None) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = TrainState(model, [optimizer], rank=0, world_size=1)
+    views = [captured(state)["model"] for _ in range(2)]
+    assert all(views[0][name] is views[1][name] for name in views[0])
+    # After a forward, the modules have the gathered parameters until the backward.
+    model(torch.ones(2, 4))
+    assert not isinstance(model[0].weight, DTensor)
+    found = captured(state)["model"]
+    assert all(found[name] is views[0][name] for name in found)
+    assert isinstance(model[0].weight, DTensor)
+    give(model[0].weight._local_tensor, torch.full((4, 4), 7.0))
+    assert torch.equal(captured(state)["model"]["0.weight"].to_local(), torch.full((4, 4), 7.0))
