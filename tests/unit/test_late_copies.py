@@ -69,6 +69,26 @@ def test_the_thread_beside_training_yields_to_it() -> None:
     nice = os.getpriority(os.PRIO_PROCESS, beside.native_id)
     ours = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert nice == min(ours + copying.YIELDS, NICE_MAX)
+    # Such a thread does not interrupt an ordinary one when it wakes.
+    assert os.sched_getscheduler(beside.native_id) == os.SCHED_BATCH
+
+
+def test_small_tensors_are_copied_before_the_late_ones() -> None:
+    counters = [torch.tensor(float(number)) for number in range(5)]
+    odd = torch.arange(7, dtype=torch.int8)
+    sources = [*tensors(), *counters, odd, torch.arange(100)]
+    views = [torch.zeros_like(source) for source in sources]
+    copier = Copier(views, threads=1)
+    for _ in range(2):
+        late = copier.copy(sources, addresses(sources[:2]))
+        assert isinstance(late, copying.LateCopy)
+        assert late.indices == [0, 1]
+        for view, source in zip(views[2:], sources[2:], strict=True):
+            assert torch.equal(view, source)
+        assert late.finish()
+        for source in sources:
+            source.add_(1)
+    copier.close()
 
 
 def test_the_one_who_waits_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -399,9 +399,11 @@ def test_each_change_of_a_state_is_in_the_next_save(change: Callable[[Any, Any],
     state = TrainState(parts[0], [parts[1]], rank=0, world_size=1)
     signature = Signature(flatten(captured(state)))
     flat = [flatten(captured(state), joined) for _ in range(3)]
-    assert isinstance(flat[2], Flat)
     assert all(map(signature.fits, flat))
-    assert flat[2].facts is flat[1].facts is not None
+    last = flat[2]
+    assert isinstance(last, Flat)
+    assert isinstance(flat[1], Flat)
+    assert last.facts is flat[1].facts is not None
     change(*parts)
     for _ in range(3):
         found = flatten(captured(state), joined)
@@ -416,10 +418,10 @@ def test_each_change_of_a_state_is_in_the_next_save(change: Callable[[Any, Any],
             else:
                 assert found[key] == value
         assert signature.fits(found) == (Signature(fresh) == signature)
-        if isinstance(found, Flat) and found.facts is flat[2].facts:
+        if isinstance(found, Flat) and found.facts is last.facts:
             # Then no tensor may be elsewhere.
             assert [one.data_ptr() for one in found.values() if isinstance(one, torch.Tensor)] == [
-                one.data_ptr() for one in flat[2].values() if isinstance(one, torch.Tensor)
+                one.data_ptr() for one in last.values() if isinstance(one, torch.Tensor)
             ]
 
 
