@@ -296,16 +296,17 @@ class Signature:
         nothing has changed.
         """
         facts, fitted = TensorFacts.of(flat, self._fitted), self._fitted
-        is_fitting = fitted is not None and facts.fit_like(fitted)
-        if not is_fitting:
-            is_fitting = {key: _fingerprint(value) for key, value in flat.items()} == self._prints
-        if is_fitting:
-            if fitted is None or not facts.are_in_memory_of(fitted):
-                fitted = facts
-            self._fitted = fitted
-            if isinstance(flat, Flat) and fitted.memory is not None:
-                flat.facts = fitted
-        return is_fitting
+        is_like = fitted is not None and facts.fit_like(fitted)
+        if (
+            not is_like
+            and {key: _fingerprint(value) for key, value in flat.items()} != self._prints
+        ):
+            return False
+        if fitted is None or not (is_like and facts.are_in_memory_of(fitted)):
+            fitted = self._fitted = facts
+        if isinstance(flat, Flat) and fitted.memory is not None:
+            flat.facts = fitted
+        return True
 
     def find_changes(self, flat: Mapping[str, Any]) -> str | None:
         """Describe what of `flat` no longer fits the plan, with a few keys, or return None."""
@@ -401,12 +402,8 @@ class TensorFacts:
         )
 
     def are_in_memory_of(self, other: TensorFacts) -> bool:
-        """Return True if the tensors of two fitting states lie alike in the same memory."""
-        return (
-            (self.names is other.names or self.names == other.names)
-            and self.memory is not None
-            and self.memory == other.memory
-        )
+        """Return True if the tensors of states with like fingerprints have the same memory."""
+        return self.memory is not None and self.memory == other.memory
 
 
 def _memory_of(parts: Sequence[torch.Tensor]) -> tuple[list[Any], ...] | None:
