@@ -50,8 +50,8 @@ export function Progress({ step, total, eta }: {
       <span className="nowrap">
         {count(step)}
         {total ? <span className="muted"> of {count(total)}</span> : null}
-      </span>
-      {eta ? <span className="muted nowrap"> · {span(eta)} left</span> : null}
+      </span>{" "}
+      {eta ? <span className="muted nowrap">· {span(eta)} left</span> : null}
       {share === null ? null : (
         <div
           className="progress"
