@@ -96,11 +96,11 @@ def _asset(request: Request, file: Path) -> Response:
     Compressing the largest one for each request would take longer than the slowest query.
     """
     # The names of built assets contain a digest of their content.
-    headers = {"Cache-Control": FOREVER, "Vary": "Accept-Encoding"}
+    headers = {"Cache-Control": FOREVER}
     packed = file.with_name(f"{file.name}.gz")
     if request.headers.get("accept-encoding") != "gzip" or not packed.is_file():
         return FileResponse(file, headers=headers)
-    headers["Content-Encoding"] = "gzip"
+    headers |= {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
     kind = mimetypes.guess_type(file.name)[0]
     return FileResponse(packed, headers=headers, media_type=kind)
 
