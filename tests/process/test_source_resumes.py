@@ -11,6 +11,7 @@ These properties of the packages do not apply:
 - `datasets`: an epoch that the program sets with `set_epoch`, because the session counts epochs.
   Steps in tables for a caller that asks for a whole table, because a loader asks for samples.
 - torchdata: `in_order=False`, in which chance decides the order. `PinMemory` needs an accelerator.
+  `ParallelMapper` in processes has the state that it has in threads, and their start takes seconds.
   `Cycler`, `Filter`, `Header` and the round robin came after the newest release, 0.11.
 - Streaming is in `test_streaming.py`, in an environment with its package.
 """
@@ -380,7 +381,6 @@ PIPELINES: Final[dict[str, Callable[[str], Any]]] = {
     ),
     "a function": lambda name: nodes.Mapper(numbered(name), str),
     "a function in threads": partial(parallel, method="thread"),
-    "a function in processes": partial(parallel, method="process"),
     "a function for some at once": partial(parallel, method="thread", prebatch=3),
     "a function with rare states": partial(parallel, method="thread", snapshot_frequency=4),
     "read ahead": lambda name: nodes.Prefetcher(numbered(name), prefetch_factor=4),
