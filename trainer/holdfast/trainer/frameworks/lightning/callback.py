@@ -123,6 +123,11 @@ class Holdfast(callbacks.Callback):
         if self._fit is not None:
             self._fit.open()
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check the evaluation, whose loaders the trainer makes after those of the training."""
+        if self._fit is not None:
+            self._fit.data.check_evaluation()
+
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """The hang detector compares evaluations with each other."""
         if self._fit is not None:

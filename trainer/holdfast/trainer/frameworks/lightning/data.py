@@ -284,6 +284,8 @@ class TrainingData:
         # The streams of which a resume reads the epoch's batches again.
         self._noted: NotedStreams | None = None
         self.stream = TrainingStream()
+        # The datasets of the training.
+        self._read: list[Any] = []
         # What the checkpoint contains, until it is used.
         self._saved: Mapping[str, Any] = {}
         self._saved_rank: Mapping[str, Any] = {}
@@ -475,7 +477,8 @@ class TrainingData:
 
     def _use_stream(self, combined: Any) -> None:
         """Let the session read a single loader over a stream. Check the streams among several."""
-        self._check_evaluation(combined)
+        self._read = [getattr(loader, "dataset", None) for loader in combined.flattened]
+        self.check_evaluation()
         self.stream.replace(combined, self._trainer.fit_loop.holdfast.session)
         saved, trainer = self._saved.get("shares", ()), self._trainer
         for loader, former in zip(combined.flattened, saved, strict=False):
@@ -483,13 +486,12 @@ class TrainingData:
                 share = SampleShare(**former)
                 continue_share(loader, share, rank=trainer.global_rank, ranks=trainer.world_size)
 
-    def _check_evaluation(self, training: Any) -> None:
+    def check_evaluation(self) -> None:
         """Raise `SpecError` for an evaluation that would move the place of the training."""
         evaluation = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
-        read = [getattr(loader, "dataset", None) for loader in training.flattened]
         for loader in () if evaluation is None else evaluation.flattened:
             dataset = getattr(loader, "dataset", None)
-            if is_streaming_dataset(dataset) and any(dataset is each for each in read):
+            if is_streaming_dataset(dataset) and any(dataset is each for each in self._read):
                 raise SpecError(EVALUATED)
 
     def rank_limits(self) -> dict[str, Any]:
