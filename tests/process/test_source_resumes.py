@@ -1,7 +1,8 @@
 """What the packages of sources test about a resume, run through a `Session`.
 
 The tables have the properties that `datasets` tests for its streams (each step that a stream may
-have, at several places, twice in a row, with loader workers), and torchdata for its nodes. A run is stopped after some samples, and a new session gives the next ones.
+have, at several places, twice in a row, with loader workers), and torchdata for its nodes. A run is
+stopped after some samples, and a new session gives the next ones.
 All together must be the samples of a run that nothing stopped. What cannot be so is refused before
 the first step, see the second half.
 
@@ -397,7 +398,7 @@ PIPELINES: Final[dict[str, Callable[[str], Any]]] = {
 
 @pytest.mark.parametrize("kind", PIPELINES)
 def test_a_shard_s_pipeline_continues_in_each_of_its_nodes(kind: str, tmp_path: Path) -> None:
-    """Over two epochs, as torchdata tests it: the second one begins a pipeline anew."""
+    """Over two epochs, as torchdata tests it: the second one begins a new pipeline."""
     check(tmp_path, (1, 2, 7), stream=lambda: NodeShards(["4", "5"], PIPELINES[kind]), epochs=2)
 
 
