@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import datasets
+import datasets.distributed
 import numpy as np
 import pytest
 import torch
@@ -36,7 +37,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from holdfast.contracts.errors import CheckpointError, SpecError
+from holdfast.contracts.errors import SpecError
 from holdfast.trainer import Session
 from holdfast.trainer.streams import NodeShards
 
@@ -438,18 +439,6 @@ def test_a_source_that_cannot_continue_is_refused_before_the_first_step(
     make, error, problem = REFUSED[kind]
     with pytest.raises(error, match=problem):
         launch(tmp_path / "run", 1, stream=make)
-
-
-@pytest.mark.parametrize("change", [{"num_workers": 1}, {"num_workers": 0}])
-def test_a_stateful_loader_with_other_workers_is_refused(
-    change: dict[str, Any], tmp_path: Path
-) -> None:
-    def loader(**more: Any) -> Any:
-        return StatefulDataLoader(Numbers(), batch_size=2, **{"num_workers": 2, **more})
-
-    launch(tmp_path / "run", 2, loader=loader)
-    with pytest.raises(CheckpointError, match="refused the checkpoint's state"):
-        launch(tmp_path / "run", 3, loader=partial(loader, **change))
 
 
 def test_a_stream_of_datasets_with_other_workers_gives_each_sample_once(tmp_path: Path) -> None:
