@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import datasets
 import datasets.distributed
@@ -59,7 +59,7 @@ def launch(
     folder: Path, until: int, stream: Make | None = None, loader: Make | None = None, **more: Any
 ) -> list[Any]:
     """Train up to step `until` on a stream, or on a loader of this rank. Return the batches."""
-    made = None if loader is None else loader()
+    made: Any = None if loader is None else loader()
     own: dict[str, Any] = {} if loader is None else {"per_rank": {"loader": made}}
     model, found, epochs = torch.nn.Linear(1, 1), [], more.pop("epochs", 1)
     options: dict[str, Any] = {"directory": folder, "interval": REST, "snapshots": "off"}
@@ -370,7 +370,8 @@ PIPELINES: Final[dict[str, Callable[[str], Any]]] = {
     "a dict by keys": lambda _: nodes.MapStyleWrapper({"a": 1, "b": 2, "c": 3}, ["c", "a", "b"]),
     "a sampler": lambda _: nodes.SamplerWrapper(SequentialSampler(range(SIZE))),
     "a sampler with epochs": lambda _: nodes.SamplerWrapper(
-        DistributedSampler(range(SIZE), num_replicas=1, rank=0, seed=2), epoch_updater=Updated()
+        DistributedSampler(cast(Any, range(SIZE)), num_replicas=1, rank=0, seed=2),
+        epoch_updater=Updated(),
     ),
     "a sampler of batches": lambda _: nodes.SamplerWrapper(
         BatchSampler(SequentialSampler(range(SIZE)), 3, drop_last=False)
