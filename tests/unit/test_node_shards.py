@@ -8,6 +8,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from tests.unit.test_streams import alone, check_resumes, flat, read
@@ -278,3 +279,72 @@ def test_persistent_workers_that_would_lose_samples_are_refused(tmp_path: Path) 
     with pytest.raises(CheckpointError, match="Leave persistent_workers out"):
         launch("kept", persistent_workers=True)
     launch("new")
+
+
+class Drawn(torch.utils.data.IterableDataset[int]):
+    """Numbers of a dataset without a state, by a generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+
+
+class Listed(torch.utils.data.IterableDataset[int]):
+    """Numbers of a dataset without a state, by an iterator of a list."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(range(8)))
+
+
+def of_datasets() -> Any:
+    rows = datasets.Dataset.from_list([{"n": number} for number in range(8)])
+    return rows.to_iterable_dataset(num_shards=2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("dataset", "problem"),
+    [
+        (Drawn(), "reads Drawn, a stream without a state"),
+        (Listed(), "reads Listed, a stream without a state"),
+        (of_datasets(), "reads a stream of datasets.*Give the stream to session.stream"),
+    ],
+    ids=["a generator", "an iterator", "datasets"],
+)
+def test_streams_that_torchdata_does_not_continue_are_refused(
+    dataset: Any, problem: str, workers: int, tmp_path: Path
+) -> None:
+    loader = StatefulDataLoader(dataset, 2, num_workers=workers)
+    with pytest.raises(CheckpointError, match=problem):
+        Session(torch.nn.Linear(1, 1), directory=tmp_path, per_rank={"loader": loader})
+
+
+class Again(Counting):
+    """Its state is that of a new epoch as soon as an epoch ends."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        self.at, self.is_restored = 0, False
+
+
+@pytest.mark.parametrize("kind", [Counting, Again])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_dataset_with_a_state_continues_after_a_stop_at_the_end_of_an_epoch(
+    kind: type[Counting], size: int, tmp_path: Path
+) -> None:
+    """Three samples do not divide the epoch, so its last batch is known to be the last."""
+
+    def launch(name: str, until: int) -> list[Any]:
+        loader, given = StatefulDataLoader(kind(), size), list[Any]()
+        options: dict[str, Any] = {"directory": tmp_path / name, "per_rank": {"loader": loader}}
+        with Session(torch.nn.Linear(1, 1), snapshots="off", **options) as session:
+            for _ in session.epochs(3):
+                for batch in session.batches(loader):
+                    given.append(batch.tolist())
+                    if session.step + 1 == until:
+                        return given
+        return given
+
+    whole, steps = launch("whole", 100), -(-8 // size)
+    for until in (steps - 1, steps, 2 * steps):
+        name = f"until {until}"
+        assert launch(name, until) + launch(name, 100) == whole

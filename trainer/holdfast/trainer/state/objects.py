@@ -10,16 +10,15 @@ each rank. Only that rank saves and restores the row, and the row's key contains
 from __future__ import annotations
 
 import copy
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.plain_text import counted
@@ -29,6 +28,14 @@ from holdfast.trainer.process import devices
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.names import Named, Views, as_buffer, copy_unless_same, find_named
 from holdfast.trainer.state.run_state import ElasticRows, SavedRows
+from holdfast.trainer.state.torchdata_loaders import (
+    check_kept_workers,
+    check_samplers,
+    check_stream_of_datasets,
+    copy_states_of,
+    place_of,
+    state_of,
+)
 
 SCHEDULER: Final = "scheduler"
 EXTRA: Final = "extra"
@@ -41,12 +48,6 @@ _LENGTH_BYTES: Final = 8
 PARTS_MAX: Final = 10_000
 # The state of these classes is one rank's share of the data, so it is invalid at other world sizes.
 _OF_ONE_RANK: Final = ("torchdata.", "grain.")
-# Samplers of torch and torchdata that draw an order when their iteration begins. That of torchdata
-# 0.11 for several ranks does not save the epoch: https://github.com/meta-pytorch/data/issues/1513
-_DRAWING: Final = (
-    *("RandomSampler", "StatefulDistributedSampler", "SubsetRandomSampler"),
-    "WeightedRandomSampler",
-)
 _ELASTIC: Final = (
     "Session.sampler gives a batch_sampler, and Session.distributed_sampler a sampler, whose order "
     "is the same at every number of ranks and needs no state"
@@ -204,7 +205,7 @@ class Objects:
             kind = type(item).__name__
             # The number of ranks is recorded, because another number cannot use the rows.
             documents[name] = {plain.MARK: PER_RANK, "class": kind, "ranks": self._world_size}
-            tensors[self._row_key(name, self._rank)] = self._row(name, _state_of(item))
+            tensors[self._row_key(name, self._rank)] = self._row(name, state_of(item))
         for name, rows in self._elastic.items():
             documents[name] = {
                 plain.MARK: STREAM,
@@ -346,7 +347,7 @@ class Objects:
 
     def _load(self, name: str, item: Stateful, state: Any) -> None:
         try:
-            item.load_state_dict(state)
+            item.load_state_dict(place_of(item, state))
         except Exception as error:
             raise CheckpointError(
                 f"{name}: {type(item).__name__}.load_state_dict refused the checkpoint's state: "
@@ -438,9 +439,10 @@ def _stateful(name: str, item: Any) -> Stateful:
     if is_of_grain(item):
         return _grain_iterator(name, item)
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
-        _check_samplers(name, item)
+        check_samplers(name, item)
         if is_of_one_rank(item):
             check_kept_workers(item)
+            check_stream_of_datasets(item)
             copy_states_of(item)
         stateful: Stateful = item
         return stateful
@@ -476,99 +478,3 @@ def _holds(owners: Sequence[Any], item: object) -> bool:
                 seen.add(id(part))
                 found.append(part)
     return False
-
-
-class _CopiedState:
-    """A dataset's `state_dict` whose result does not change later."""
-
-    def __init__(self, method: Callable[[], Any]) -> None:
-        self._method = method
-
-    def __call__(self) -> Any:
-        return copy.deepcopy(self._method())
-
-
-def copy_states_of(loader: Any) -> None:
-    """Let the workers of torchdata's loader send copies of its dataset's state.
-
-    A worker reads on while the state is sent, and compares it with the one before. A dataset may
-    return its own lists, as those of torchtitan do, so both would have changed by then.
-    """
-    dataset = getattr(loader, "dataset", None)
-    method = getattr(dataset, "state_dict", None)
-    if callable(method) and not isinstance(method, _CopiedState) and hasattr(dataset, "__dict__"):
-        vars(dataset)["state_dict"] = _CopiedState(method)
-
-
-def check_kept_workers(loader: Any) -> None:
-    """Raise `CheckpointError` if a loader's state has the end of an epoch at the next one's start.
-
-    With persistent workers, torchdata takes a dataset's state before it iterates. If `__iter__` is
-    a generator, the dataset begins again only with the first sample. A resume would then leave out
-    the samples of each worker that had given none.
-    """
-    dataset = getattr(loader, "dataset", None)
-    if (
-        getattr(loader, "persistent_workers", False)
-        and isinstance(dataset, IterableDataset)
-        and hasattr(dataset, "state_dict")
-        and inspect.isgeneratorfunction(type(dataset).__iter__)
-    ):
-        raise CheckpointError(
-            f"this {type(loader).__name__} has persistent_workers, and {type(dataset).__name__} "
-            "has its state itself while __iter__ is a generator. At the start of an epoch, the "
-            "loader would save the state of the one before, and a resume leave out samples. Leave "
-            "persistent_workers out, or let __iter__ return an iterator that has the state"
-        )
-
-
-def _state_of(item: Any) -> Any:
-    """Return the state of an object of one rank.
-
-    A `StatefulDataLoader` begins its iteration when it is asked for its state. After a resume, its
-    workers would get the order of an epoch before the program calls `set_epoch`.
-    """
-    loaded = getattr(item, "next_iter_state", None)
-    if loaded is not None and is_of_one_rank(item) and getattr(item, "_iterator", item) is None:
-        return loaded
-    return item.state_dict()
-
-
-def _check_samplers(name: str, item: Any) -> None:
-    """Raise `CheckpointError` if a loader of torchdata's nodes draws an order that it cannot save.
-
-    Such a loader resumes by reading on from the same number of samples of a new order.
-    """
-    if type(item).__module__.partition(".")[0] != "torchdata":
-        return
-    for node in pipeline_parts(getattr(item, "root", None)):
-        if draws_unsaved_order(node):
-            raise CheckpointError(
-                f"extra {name!r}: its {type(node).__name__} draws an order that its state does not "
-                "determine, so a resume would repeat and lose samples; use torch's "
-                "DistributedSampler, with num_replicas=1 for one rank"
-            )
-
-
-def pipeline_parts(root: Any) -> Iterator[Any]:
-    """Yield the nodes and samplers of a pipeline of `torchdata.nodes`, from its last node on."""
-    waiting, seen = [root], set[int]()
-    while waiting:
-        node: Any = waiting.pop()
-        if id(node) in seen or not (isinstance(node, Sampler) or hasattr(node, "get_state")):
-            continue
-        seen.add(id(node))
-        yield node
-        for value in vars(node).values():
-            waiting += value.values() if isinstance(value, dict) else [value]
-
-
-def draws_unsaved_order(node: Any) -> bool:
-    """Return True for a sampler that draws an order which its state does not determine."""
-    return type(node).__name__ in _DRAWING and not _saves_epoch(node)
-
-
-def _saves_epoch(sampler: Any) -> bool:
-    """Return True if the state of a sampler has its epoch, as in versions after torchdata 0.11."""
-    saved = sampler.state_dict() if hasattr(sampler, "state_dict") else ()
-    return any("epoch" in str(key) for key in saved)

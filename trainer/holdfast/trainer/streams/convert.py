@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.contracts.disk.digests import digest_of
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.state.objects import draws_unsaved_order, pipeline_parts
+from holdfast.trainer.state.torchdata_loaders import draws_unsaved_order, pipeline_parts
 from holdfast.trainer.streams.seeds import SeededRead
 from holdfast.trainer.streams.source import WHAT_WORKS, Source, sized
 from holdfast.trainer.streams.tar import TarMember, TarShards, grouped

@@ -32,6 +32,7 @@ from holdfast.trainer.frameworks.program_loop.order import (
 from holdfast.trainer.frameworks.program_loop.streamed import StreamedLoader
 from holdfast.trainer.frameworks.streamed import has_shards, is_stream, stream_arguments
 from holdfast.trainer.state import rng
+from holdfast.trainer.state.torchdata_loaders import is_stateful_loader
 
 # The batch sampler of a loader that Accelerate prepared.
 #
@@ -175,7 +176,7 @@ class Loader(WrappedLoader):
     def take_over(self) -> None:
         """Take over the place that Accelerate's own `load_state` gave a stateful loader."""
         base = self.inner.base_dataloader
-        state = base.next_iter_state if is_stateful(base) else None
+        state = base.next_iter_state if is_stateful_loader(base) else None
         if state is None or self.batches is None:
             return
         if base.num_workers:
@@ -194,7 +195,7 @@ class Loader(WrappedLoader):
 
         Only the first pass of a run may use it. Later ones draw a seed for a new one.
         """
-        if is_stateful(self.inner.base_dataloader):
+        if is_stateful_loader(self.inner.base_dataloader):
             self.inner.base_dataloader.load_state_dict({})
 
 
@@ -292,11 +293,6 @@ def is_loader(item: object) -> bool:
     return type(item) in {Loader, Stream}
 
 
-def is_stateful(base: Any) -> bool:
-    """Return True for torchdata's `StatefulDataLoader`."""
-    return hasattr(base, "next_iter_state")
-
-
 def problem_of_ranks(loader: Any) -> str | None:
     """Return why the ranks cannot continue their shares of a prepared loader, or None."""
     if isinstance(loader, DataLoaderDispatcher):
@@ -322,7 +318,7 @@ def install(loader: Any) -> DealtBatches:
     batches = wrap_sampler(
         base, lambda inner: DealtBatches(inner, notes_fetches=base.num_workers == 0)
     )
-    if is_stateful(base):
+    if is_stateful_loader(base):
         _renew_iterator(loader, base)
     return batches
 

@@ -59,7 +59,10 @@ from holdfast.trainer.frameworks.streamed import (
     stream_arguments,
 )
 from holdfast.trainer.state import rng
-from holdfast.trainer.state.objects import check_kept_workers
+from holdfast.trainer.state.torchdata_loaders import (
+    check_kept_workers,
+    check_stream_of_datasets,
+)
 from holdfast.trainer.streams.convert import is_streaming_dataset
 from holdfast.trainer.streams.loader import EpochStream
 
@@ -372,6 +375,7 @@ class TrainingData:
         self._loaders = list(combined.flattened)
         for loader in filter(_has_state, self._loaders):
             check_kept_workers(loader)
+            check_stream_of_datasets(loader)
         self._prepare_to_read_again(combined)
         if self._resumes_inside:
             self._log.begin(self._loaders, list(self._saved_rank.get("draws", ())))

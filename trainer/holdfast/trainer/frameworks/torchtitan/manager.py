@@ -27,7 +27,8 @@ from holdfast.trainer.frameworks.torchtitan.loader import TokenDataLoader
 from holdfast.trainer.frameworks.torchtitan.settings import best_of, check, excluded, given
 from holdfast.trainer.frameworks.torchtitan.streamed import stream_of
 from holdfast.trainer.loading.checkpoint import load_checkpoint
-from holdfast.trainer.state.objects import RankLimited, copy_states_of
+from holdfast.trainer.state.objects import RankLimited
+from holdfast.trainer.state.torchdata_loaders import copy_states_of
 from holdfast.trainer.streams.convert import why_inexact
 
 # What a checkpoint of a torchtitan trainer contains beside weights, optimizers and schedulers.
