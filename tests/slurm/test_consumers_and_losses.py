@@ -57,6 +57,10 @@ class Watched:
         self.checkpoint = found.name
         operator.pin(self.run.paths, self.checkpoint, by="ann")
 
+    def has_newer(self) -> bool:
+        newest = newest_committed(self.run.paths, 1)
+        return newest is not None and newest.name != self.checkpoint
+
     def uses(self) -> dict[str, Use]:
         return {one.consumer: one for one in uses_in(self.run.events(EventKind.CONSUMER)).values()}
 
@@ -110,6 +114,8 @@ def test_consumers_survive_the_loss_of_nodes(
             operator.unpin(run.paths, world.checkpoint, by="ann")
             before = world.holders()
             assert len(before) == 2, "each consumer has a lease"
+            # The checkpoint from which the next attempt resumes would be kept.
+            wait_until(world.has_newer, "a newer commit")
             # The training loses a node, and the attempt is relaunched on one node.
             there = world.node_of_job(slurm, world.starts("there")[0])
             lost.append(next(one for one in nodes_of(run, slurm)[::-1] if one != there))
