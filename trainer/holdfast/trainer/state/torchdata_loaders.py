@@ -1,6 +1,6 @@
 """torchdata's loaders as objects of one rank: what of their state a resume can use.
 
-Their states are those of torchdata 0.11, whose errors are described here where they matter.
+Their states are those of torchdata 0.11. Decision 122 has what they do not continue exactly.
 """
 
 from __future__ import annotations
