@@ -61,7 +61,7 @@ def require_metrics(given: Mapping[str, Any]) -> dict[str, float]:
 def read_number(text: str) -> float:
     """Return the number in a text. Raises `ValueError`, and `SpecError` for one above 1e308."""
     value = float(text)
-    # Only a word says infinity.
+    # Infinity itself is written as a word, without digits.
     if math.isinf(value) and any(one.isdecimal() for one in text):
         raise SpecError(f"{text[:_SHOWN]}: expected a number between -1e308 and 1e308")
     return value
