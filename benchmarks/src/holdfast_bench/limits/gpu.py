@@ -92,6 +92,8 @@ def pinned_copier(tensors: list[torch.Tensor]) -> Callable[[], None]:
 def step_maker() -> Callable[[], None]:
     """Return a function that runs and waits for matrix products that take as long as a step."""
     matrix = torch.randn(MATRIX_WIDTH, MATRIX_WIDTH, device="cuda", dtype=torch.bfloat16)
+    # So their products remain finite.
+    matrix /= MATRIX_WIDTH**0.5
 
     def step() -> None:
         product = matrix

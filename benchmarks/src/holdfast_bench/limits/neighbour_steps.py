@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from holdfast.trainer import Session
 from holdfast.trainer.config import config
+from holdfast_bench.limits.products import rotation
 from holdfast_bench.limits.ranks import Trained
-
-MATRIX_WIDTH: Final = 256
 
 
 def main() -> None:
@@ -30,7 +28,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     trained = Trained(int(settings["state_bytes"]))
-    matrix = torch.randn(MATRIX_WIDTH, MATRIX_WIDTH) / MATRIX_WIDTH
+    matrix = rotation()
     warm_up, steps = int(settings["warm_up"]), int(settings["steps"])
     began = 0.0
     with Session(trained.model, trained.optimizer) as session:

@@ -15,12 +15,20 @@ MATRIX_WIDTH: Final = 256
 COUNT: Final = 50
 
 
+def rotation() -> torch.Tensor:
+    """Return a matrix whose products keep their size, with shape (`MATRIX_WIDTH`, `MATRIX_WIDTH`).
+
+    Those of smaller random numbers become denormal, and on some processors forty times as slow.
+    """
+    return torch.linalg.qr(torch.randn(MATRIX_WIDTH, MATRIX_WIDTH, device="cpu"))[0]
+
+
 class Products:
     """One thread of products in each rank. Times are the slowest rank's seconds of a product."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._matrix = torch.randn(MATRIX_WIDTH, MATRIX_WIDTH, device="cpu") / MATRIX_WIDTH
+        self._matrix = rotation()
 
     def multiply(self, count: int) -> None:
         """Compute `count` products."""
