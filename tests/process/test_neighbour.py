@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from tests.process.test_snapshots import committed
 from tests.support.flusher_supervisor import FakeRank, SlotHolder, wait_until
 
 from holdfast.contracts.disk.manifest import read_manifest
-from holdfast.contracts.disk.paths import CheckpointName, RunPaths
+from holdfast.contracts.disk.paths import PARTS, CheckpointName, RunPaths
 from holdfast.trainer.flusher.salvage import LISTS_WAIT_S
 
 NODES = 3
@@ -63,7 +64,8 @@ class Nodes:
     def lose(self, *lost: int) -> None:
         """Lose nodes with their flushers and slots, then end the other nodes' ranks."""
         for node in lost:
-            self.flushers[node].kill()
+            if self.flushers[node].process.poll() is None:
+                self.flushers[node].kill()
             for slot in self.ranks[node].slots:
                 slot.data[:] = bytes(len(slot.data))
         for rank in self.ranks:
@@ -213,6 +215,54 @@ def test_two_lost_nodes_that_are_not_neighbours_are_both_written(tmp_path: Path)
         assert committed(nodes.run) == [7]
     finally:
         nodes.close()
+
+
+@pytest.mark.parametrize(("copied", "expected"), [(7, 7), (8, 8)])
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "after the answer"])
+def test_a_node_is_lost_after_it_has_listed_its_snapshots(
+    nodes: Nodes, copied: int, expected: int, is_known: bool
+) -> None:
+    """It does not write what it listed. Its neighbour has the newest step, or the one before."""
+    nodes.protect()
+    nodes.snapshot(7)
+    nodes.wait_for_copies(7)
+    if copied == 8:
+        nodes.round(8, keep=7)
+    nodes.snapshot(8, slot=1)
+    if copied == 8:
+        nodes.wait_for_copies(8)
+    nodes.flushers[1].kill()
+    listed = {"node": 1, "steps": [7, 8]}
+    (nodes.folder / "snapshots-node-0001.json").write_text(json.dumps(listed))
+    for rank in nodes.ranks:
+        rank.close()
+    others = (nodes.flushers[0], nodes.flushers[2])
+    for each in others:
+        each.send("drain", timeout_s=30.0, lost=[1] if is_known else [])
+    if not is_known:
+        wait_until((nodes.folder / "snapshots-answer.json").exists, "the answer")
+        for each in others:
+            each.send("drain", timeout_s=30.0, lost=[1])
+    nodes.await_drained(1)
+    said = [each.of_kind("failed") for each in others]
+    assert committed(nodes.run) == [expected], said
+    directory = RunPaths(nodes.run).checkpoint(str(CheckpointName(expected, 1, 1)))
+    for rank in range(NODES):
+        content = content_of(rank, expected)
+        assert (directory / f"__{rank}_0.distcp").read_bytes() == content
+    assert not (directory / PARTS).exists()
+
+
+def test_what_no_neighbour_has_is_tried_once(two: Nodes) -> None:
+    """The error is that of the first try."""
+    two.ranks[0].snapshot(7, content_of(0, 7))
+    two.flushers[1].kill()
+    (two.folder / "snapshots-node-0001.json").write_text(json.dumps({"node": 1, "steps": [7]}))
+    two.lose(1)
+    (left,) = two.await_drained(1)
+    assert committed(two.run) == []
+    (failed,) = left.of_kind("failed")
+    assert "nodes [1] were lost before they wrote all their files" in failed["error"]
 
 
 def test_restarted_flusher_keeps_copies_again(nodes: Nodes) -> None:

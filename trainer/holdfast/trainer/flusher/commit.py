@@ -47,7 +47,8 @@ class PeerState:
 
     `abandoned` returns the reason why the step was given up, or None. `lost` returns the lost
     nodes. `report` tells the agent, if any, that this node has written its part, or that it failed.
-    `writers` has for each lost node the one that writes its part from copies, if any.
+    `writers` has for each lost node the one that writes its part from copies, if any. `number`
+    counts the tries to commit a step: each has its own parts.
     """
 
     abandoned: Callable[[], str | None]
@@ -55,6 +56,11 @@ class PeerState:
     report: Callable[[], object] = lambda: None
     hints: Hints = field(default_factory=Hints)
     writers: Mapping[int, int] = field(default_factory=dict)
+    number: int = 1
+
+    def parts_in(self, directory: Path) -> Path:
+        """Return the folder of the parts of a step."""
+        return directory / PARTS if self.number == 1 else directory / PARTS / str(self.number)
 
 
 def commit_alone(run: RunPaths, directory: Path, part: dict[str, Any]) -> Manifest:
@@ -71,15 +77,15 @@ def commit_together(
     storage fails.
     """
     # The part goes to disk before the hint: a hint to look for a missing file would be lost.
-    leave_part(directory, part)
+    leave_part(peers.parts_in(directory), part)
     peers.report()
     return _Wait(run, directory, part, peers).for_commit()
 
 
-def leave_part(directory: Path, part: dict[str, Any]) -> None:
+def leave_part(parts: Path, part: dict[str, Any]) -> None:
     """Leave what a node wrote for the node that commits. Raises `OSError` if storage fails."""
-    make_directory(directory / PARTS)
-    write_bytes(directory / PARTS / part_name(part["node"]), to_json(part))
+    make_directory(parts)
+    write_bytes(parts / part_name(part["node"]), to_json(part))
 
 
 def accept_commit(run: RunPaths, directory: Path, *, is_alone: bool) -> None:
@@ -98,7 +104,7 @@ def accept_commit(run: RunPaths, directory: Path, *, is_alone: bool) -> None:
     _tidy(run, directory)
 
 
-def leave_failure(directory: Path, node: int, reason: str, *, for_all: bool) -> None:
+def leave_failure(parts: Path, node: int, reason: str, *, for_all: bool) -> None:
     """Report to the other nodes that this node will not deliver the step, if storage allows.
 
     `for_all` means that no other node will commit the step either. If this write fails too, for
@@ -106,17 +112,17 @@ def leave_failure(directory: Path, node: int, reason: str, *, for_all: bool) -> 
     """
     names = [part_name(node)] + ([FAILED_PART] if for_all else [])
     with contextlib.suppress(OSError):
-        make_directory(directory / PARTS)
+        make_directory(parts)
         # This node's own part stops the node that gathers. `failed.json` stops the nodes that only
         # wait.
         for name in names:
-            write_bytes(directory / PARTS / name, to_json({"node": node, "error": reason}))
+            write_bytes(parts / name, to_json({"node": node, "error": reason}))
 
 
 def report_incomplete(table: SlotTable, reason: str) -> None:
     """Report to the other nodes, if any, that the step of `table` stays incomplete on this node."""
     if table.nodes > 1:
-        leave_failure(table.directory, table.node, reason, for_all=table.node == 0)
+        leave_failure(table.directory / PARTS, table.node, reason, for_all=table.node == 0)
 
 
 def committer_of(nodes: int, lost: Collection[int]) -> int | None:
@@ -212,6 +218,7 @@ class _Wait:
         self, run: RunPaths, directory: Path, part: dict[str, Any], peers: PeerState
     ) -> None:
         self._run, self._directory, self._own, self._peers = run, directory, part, peers
+        self._folder = peers.parts_in(directory)
         self._began = self._checked = time.monotonic()
         self._peers_wait_s = flush_timeout_s()
         self._parts: dict[int, dict[str, Any]] = {part["node"]: part}
@@ -265,10 +272,10 @@ class _Wait:
 
     def _look_at_parts(self, gathers: bool) -> None:
         """Raise `SaveError` if a node reports that the step failed. With `gathers`, read parts."""
-        if is_there(self._directory / PARTS / FAILED_PART):
+        if is_there(self._folder / FAILED_PART):
             self._raise_failure()
         if gathers:
-            self._gather(_list(self._directory / PARTS))
+            self._gather(_list(self._folder))
 
     def _gather(self, names: Collection[str]) -> None:
         """Read the new parts. Raises `SaveError` if one reports that its node failed."""
@@ -277,14 +284,14 @@ class _Wait:
             if match is None or int(match[1]) in self._parts:
                 continue
             with contextlib.suppress(FileNotFoundError):
-                part = json.loads((self._directory / PARTS / name).read_bytes())
+                part = json.loads((self._folder / name).read_bytes())
                 if "error" in part:
                     raise SaveError(f"node {part['node']}: {part['error']}")
                 self._parts[int(match[1])] = part
 
     def _raise_failure(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            failed = json.loads((self._directory / PARTS / FAILED_PART).read_bytes())
+            failed = json.loads((self._folder / FAILED_PART).read_bytes())
             raise SaveError(f"node {failed['node']}: {failed['error']}")
 
     def _lost_nodes(self) -> list[int]:
@@ -303,8 +310,8 @@ class _Wait:
         gone = [node for node in gone if node not in writers or writers[node] in lost]
         if gone:
             # A client may still remember that the part does not exist, see decision 48.
-            revalidate(self._directory / PARTS)
-            self._gather(_list(self._directory / PARTS))
+            revalidate(self._folder)
+            self._gather(_list(self._folder))
             gone = [node for node in gone if node not in self._parts]
         if gone:
             raise SaveError(
@@ -327,7 +334,7 @@ class _Wait:
         waited = now - self._began
         if waited > self._peers_wait_s:
             # The last look, so that the error names exactly what is missing.
-            self._gather(_list(self._directory / PARTS))
+            self._gather(_list(self._folder))
             raise SaveError(
                 f"{self._directory.name}: {_name_nodes(missing)} wrote no parts within "
                 f"{self._peers_wait_s:.0f} s. Missing: {self._name_missing_ranks()}. Check that "
@@ -335,7 +342,8 @@ class _Wait:
             )
         if reason := self._peers.abandoned():
             raise SaveError(f"{self._directory.name}: {reason}")
-        if now - self._checked > OVERTAKEN_CHECK_S:
+        if now - self._checked > OVERTAKEN_CHECK_S and self._peers.number == 1:
+            # A later try is of a step that may be older than one which was tried before.
             self._checked = now
             self._raise_if_overtaken(missing)
         self._peers.hints.wait(waited)

@@ -172,10 +172,11 @@ def write_for_lost(
                 f"{table.checkpoint}: the copy of {wrong[0]} of node {table.node}, which is lost, "
                 "was damaged while it was written. Nothing was committed"
             )
-        commit.leave_part(table.directory, _make_part(images, entries))
+        commit.leave_part(peers.parts_in(table.directory), _make_part(images, entries))
     except (OSError, SaveError) as error:
         _discard(table.directory, images, written)
-        commit.leave_failure(table.directory, table.node, str(error), for_all=False)
+        parts = peers.parts_in(table.directory)
+        commit.leave_failure(parts, table.node, str(error), for_all=False)
         raise
     peers.report()
 
@@ -186,7 +187,8 @@ def _report_failure(
     """Report to the other nodes, if any, that this node will not deliver the step."""
     if table.nodes > 1:
         for_all = table.node == commit.committer_of(table.nodes, peers.lost())
-        commit.leave_failure(directory, table.node, str(error), for_all=for_all)
+        parts = peers.parts_in(directory)
+        commit.leave_failure(parts, table.node, str(error), for_all=for_all)
         peers.report()
 
 

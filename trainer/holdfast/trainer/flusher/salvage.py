@@ -8,6 +8,9 @@ the same one, and a step is never committed by some nodes alone.
 
 If nodes are lost, every other node also lists the copies of their snapshots that it holds for them
 (`trainer.neighbour`). The answer then names for each lost node the one that writes its files.
+
+A node may be lost after it has listed its snapshots and before it has written its files. Then the
+others agree once more, and believe copies alone.
 """
 
 from __future__ import annotations
@@ -35,7 +38,6 @@ LISTS_WAIT_S: Final = 60.0
 POLL_S: Final = 0.02
 POLL_SLOW_S: Final = 0.25
 QUICK_S: Final = 1.0
-ANSWER: Final = "snapshots-answer.json"
 _LIST = re.compile(r"snapshots-node-(\d{4,})\.json")
 _COPIES = re.compile(r"copies-node-(\d{4,})\.json")
 
@@ -97,11 +99,13 @@ def newest_common(lists: Sequence[Collection[int]]) -> int | None:
 class Agreed:
     """What all nodes commit: `step`, None without a common one.
 
-    `writers` has for each lost node the node that writes its files from copies.
+    `writers` has for each lost node the node that writes its files from copies. `number` counts the
+    answers of a launch.
     """
 
     step: int | None
     writers: Mapping[int, int] = field(default_factory=dict)
+    number: int = 1
 
 
 def list_nothing(place: SalvagePlace) -> None:
@@ -121,24 +125,27 @@ def agree(
     abandoned: Callable[[], str | None],
     lost: Callable[[], Collection[int]] = frozenset,
     held_for: Callable[[int], Collection[int]] = lambda _: (),
+    failed: Agreed | None = None,
 ) -> Agreed:
     """Return the step that all nodes commit.
 
-    `held_for` returns the steps of a lost node of which
-    this node has intact copies. Raises `SaveError` on all nodes if one writes no list in time, if
-    nobody can write the files of a node in `lost`, or if `abandoned` returns a reason on one of
-    them. Raises `OSError` if the folder is not usable.
+    `held_for` returns the steps of a lost node of which this node has intact copies. `failed` is
+    the answer before, which could not be committed. Raises `SaveError` on all nodes if one writes
+    no list in time, if nobody can write the files of a node in `lost`, or if `abandoned` returns a
+    reason on one of them. Raises `OSError` if the folder is not usable.
     """
     folder, node, nodes = place.folder, place.node, place.nodes
     if nodes == 1:
-        return Agreed(newest_common([steps]))
+        return Agreed(newest_common([steps]) if failed is None else None)
     make_directory(folder)
+    number = 1 if failed is None else failed.number + 1
+    answer = _answer_path(folder, number)
     # The list is durable and complete before another node can read it.
     write_bytes(_list_path(folder, node), _encode_list(node, steps))
     timeout_s = LISTS_WAIT_S + delay_s(folder)
     began, listed = time.monotonic(), frozenset[int]()
     lists: dict[int, list[int]] = {node: list(steps)}
-    while not is_there(folder / ANSWER):
+    while not is_there(answer):
         waited_s, gone = time.monotonic() - began, frozenset(lost())
         if gone != listed:
             listed = _list_copies(folder, node, gone, held_for)
@@ -146,29 +153,30 @@ def agree(
         silent = _silent_nodes(folder, lists, nodes) if node == reader else {reader or 0}
         if not silent and not gone:
             # Exclusive: of several nodes that give different answers, one wins, and all nodes read
-            # that one.
-            _answer(folder, step=newest_common(list(lists.values())))
+            # that one. Without a loss, the same step would fail again.
+            common = newest_common(list(lists.values())) if failed is None else None
+            _answer(answer, step=common)
             continue
         reason = abandoned()
         if reason is None and node == reader and gone and not silent - gone:
             if newest_common([own for one, own in lists.items() if one not in gone]) is None:
                 # A node without snapshots lists no copies either.
-                _answer(folder, step=None)
+                _answer(answer, step=None)
                 continue
             copies = _read_copies(folder, gone)
             silent = set(range(nodes)) - gone - set(copies)
             if not silent:
-                _answer(folder, **_decide(folder, lists, gone, copies))
+                _answer(answer, **_decide(folder, lists, gone, copies, failed))
                 continue
         if reason is None and waited_s > timeout_s:
             named = sorted(silent)
             reason = f"nodes {named} did not list their snapshots within {timeout_s:.0f} s"
         if reason is not None:
             # An answer and not only an error here, so that no other node commits the step alone.
-            _answer(folder, step=None, reason=reason)
+            _answer(answer, step=None, reason=reason)
             continue
         time.sleep(POLL_S if waited_s < QUICK_S else POLL_SLOW_S)
-    return _read_answer(folder)
+    return _read_answer(answer, number)
 
 
 def newest_covered(
@@ -200,9 +208,15 @@ def _decide(
     lists: Mapping[int, Collection[int]],
     gone: Collection[int],
     copies: Mapping[int, Mapping[int, Collection[int]]],
+    failed: Agreed | None,
 ) -> dict[str, Any]:
     """Return the answer after the loss of nodes: the step and its writers, or the reason."""
+    if failed is not None:
+        # The lost nodes have not written what they listed.
+        lists = {node: steps for node, steps in lists.items() if node not in gone}
     agreed = newest_covered(lists, gone, copies)
+    if failed is not None and (agreed.step, agreed.writers) == (failed.step, failed.writers):
+        return {"step": None}
     if agreed.step is not None:
         return {"step": agreed.step, "writers": {str(n): w for n, w in agreed.writers.items()}}
     held = {owner for held in copies.values() for owner, steps in held.items() if steps}
@@ -235,13 +249,13 @@ def _read_copies(folder: Path, gone: Collection[int]) -> dict[int, dict[int, lis
     return found
 
 
-def _read_answer(folder: Path) -> Agreed:
-    """Return the answer of all nodes. Raises `SaveError` if it is a reason."""
-    answer = json.loads((folder / ANSWER).read_bytes())
+def _read_answer(path: Path, number: int) -> Agreed:
+    """Return an answer of all nodes. Raises `SaveError` if it is a reason."""
+    answer = json.loads(path.read_bytes())
     if reason := answer.get("reason"):
         raise SaveError(f"the snapshots in memory were given up: {reason}")
     writers = {int(owner): int(writer) for owner, writer in answer.get("writers", {}).items()}
-    return Agreed(None if answer["step"] is None else int(answer["step"]), writers)
+    return Agreed(None if answer["step"] is None else int(answer["step"]), writers, number)
 
 
 def _silent_nodes(folder: Path, lists: dict[int, list[int]], nodes: int) -> set[int]:
@@ -261,9 +275,13 @@ def _why_lost(folder: Path, missing: Collection[int], gone: Collection[int]) -> 
     return f"nodes {sorted(missing)} are lost{also}, together with {held}"
 
 
-def _answer(folder: Path, **answer: Any) -> None:
+def _answer(path: Path, **answer: Any) -> None:
     """Write the answer for all nodes, unless another node has written one."""
-    create_bytes(folder / ANSWER, to_json(answer))
+    create_bytes(path, to_json(answer))
+
+
+def _answer_path(folder: Path, number: int) -> Path:
+    return folder / ("snapshots-answer.json" if number == 1 else f"snapshots-answer-{number}.json")
 
 
 def _copies_path(folder: Path, node: int) -> Path:

@@ -25,13 +25,19 @@ from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import Hints, log
 from holdfast.trainer.flusher.plan import SlotKey, StepGroup
 from holdfast.trainer.flusher.program_files import ProgramFile
-from holdfast.trainer.flusher.salvage import Salvage, SalvagePlace, agree, list_nothing
+from holdfast.trainer.flusher.salvage import (
+    Agreed,
+    Salvage,
+    SalvagePlace,
+    agree,
+    list_nothing,
+)
 from holdfast.trainer.flusher.shards import ShardList
 from holdfast.trainer.flusher.space_guard import SpaceGuard
 from holdfast.trainer.mirror.worker import MirrorWorker
 from holdfast.trainer.neighbour.exchange import Exchange
 from holdfast.trainer.slots.slot_table import SlotTable
-from holdfast.trainer.slots.slots import SlotState
+from holdfast.trainer.slots.slots import Slot, SlotState
 
 Work = tuple[StepGroup, str | None] | Salvage | ShardList | ProgramFile
 """A step and the reason to give it up, if any, or something else to write."""
@@ -148,11 +154,17 @@ class Writer:
         *,
         resumed: bool = False,
         writers: Mapping[int, int] = NO_WRITERS,
+        number: int = 1,
         pace: Pace = at_full_speed,
     ) -> Committed:
-        """Write and commit a step; `writers` as `salvage.Agreed` has them."""
+        """Write and commit a step; `writers` and `number` as `salvage.Agreed` has them."""
         peers = PeerState(
-            self._abandonment_of(group), self._lost_nodes, self._report, self._hints, writers
+            self._abandonment_of(group),
+            self._lost_nodes,
+            self._report,
+            self._hints,
+            writers,
+            number,
         )
         own, tables = images[0].table.node, [image.table for image in images]
         for owner in sorted(lost for lost, writer in writers.items() if writer == own):
@@ -184,21 +196,7 @@ class Writer:
             list_nothing(found.place)
             group = StepGroup(found.launch, 0, "", found.slots)
             return Finished(group, None, "", is_salvaged=True, is_nothing=True)
-        newest = max([*(slot.step for slot in snapshots), *copied], default=0)
-        nothing = StepGroup(found.launch, newest, f"the snapshot of step {newest}", ())
-        result = Finished(nothing, None, "not every rank of every node has sealed a snapshot of it")
-        try:
-            agreed = agree(
-                found.place or SalvagePlace.of(SlotTable.parse(snapshots[0].table)),
-                sorted({*(g.step for g in found.groups), *copied}),
-                abandoned=self._abandonment_of(nothing),
-                lost=self._lost_nodes,
-                held_for=lambda owner: self._exchange.held_for(owner, found.launch),
-            )
-            if agreed.step is not None:
-                result = self._write_snapshot(found, agreed.step, agreed.writers)
-        except (OSError, HoldfastError, ValueError, KeyError) as problem:
-            result = Finished(nothing, None, f"{type(problem).__name__}: {problem}")
+        result = self._commit_newest(found, snapshots, copied)
         # No rank of this launch is left, so nobody else releases these slots.
         for slot in snapshots:
             if slot.state is SlotState.SNAPSHOT:
@@ -206,6 +204,39 @@ class Writer:
         self._exchange.forget()
         group = dataclasses.replace(result.group, slots=found.slots)
         return dataclasses.replace(result, group=group, is_salvaged=True)
+
+    def _commit_newest(
+        self, found: Salvage, snapshots: Sequence[Slot], copied: Sequence[int]
+    ) -> Finished:
+        """Commit the newest snapshot that all nodes have.
+
+        If a node is lost before it has written its files, the others agree again.
+        """
+        newest = max([*(slot.step for slot in snapshots), *copied], default=0)
+        nothing = StepGroup(found.launch, newest, f"the snapshot of step {newest}", ())
+        result = Finished(nothing, None, "not every rank of every node has sealed a snapshot of it")
+        agreed = None
+        while result.committed is None:
+            try:
+                agreed = agree(
+                    found.place or SalvagePlace.of(SlotTable.parse(snapshots[0].table)),
+                    sorted({*(g.step for g in found.groups), *copied}),
+                    abandoned=self._abandonment_of(nothing),
+                    lost=self._lost_nodes,
+                    held_for=lambda owner: self._exchange.held_for(owner, found.launch),
+                    failed=agreed,
+                )
+            except (OSError, HoldfastError, ValueError, KeyError) as problem:
+                # What failed first says more than why no other step can be committed.
+                is_first = agreed is None
+                error = f"{type(problem).__name__}: {problem}"
+                return Finished(nothing, None, error) if is_first else result
+            if agreed.step is None:
+                return result
+            if agreed.number > 1:
+                log(f"step {result.group.step} is not committed: {result.error}")
+            result = self._write_snapshot(found, agreed.step, agreed)
+        return result
 
     def _copied_steps(self, found: Salvage) -> list[int]:
         """Return the steps that this node may commit from its own copies.
@@ -217,23 +248,40 @@ class Writer:
         tried = self._tried.get(found.launch, set())
         return [step for step in copied if step > found.committed_step and step not in tried]
 
-    def _write_snapshot(self, found: Salvage, step: int, writers: Mapping[int, int]) -> Finished:
+    def _write_snapshot(self, found: Salvage, step: int, agreed: Agreed) -> Finished:
         """Commit a snapshot from its slots, or from this node's own copy of it."""
         group = next((group for group in found.groups if group.step == step), None)
-        if group is not None and not writers:
-            return self._write_step(group, None)
-        if group is not None:
-            held = [self._held[key].slot for key in group.slots]
-            images = [SlotImage(SlotTable.parse(slot.table), slot.data) for slot in held]
-        else:
-            copied = self._exchange.own_copy(step)
-            if copied is None:
-                raise SaveError(f"this node's copy of its snapshot of step {step} is gone")
-            if damaged := copied.damage():
-                raise SaveError(f"this node's copy of step {step} is damaged: {damaged[0]}")
-            images = [SlotImage(t, d) for t, d in zip(copied.tables, copied.data, strict=True)]
-            group = StepGroup(found.launch, step, copied.tables[0].checkpoint, ())
-        return Finished(group, self._commit(group, images, writers=writers), "")
+        committed, error = None, ""
+        try:
+            if group is not None:
+                held = [self._held[key].slot for key in group.slots]
+                images = [SlotImage(SlotTable.parse(slot.table), slot.data) for slot in held]
+            else:
+                images = self._images_of_copy(step)
+                group = StepGroup(found.launch, step, images[0].table.checkpoint, ())
+            committed = self._commit(
+                group,
+                images,
+                resumed=agreed.number > 1,
+                writers=agreed.writers,
+                number=agreed.number,
+            )
+        except (OSError, HoldfastError) as problem:
+            error = str(problem)
+        except Exception as problem:
+            # The writer thread must not end, see `_write_step`.
+            error = f"{type(problem).__name__}: {problem}"
+        group = group or StepGroup(found.launch, step, f"the snapshot of step {step}", ())
+        return Finished(group, committed, error)
+
+    def _images_of_copy(self, step: int) -> list[SlotImage]:
+        """Return this node's own copy of a step. Raises `SaveError` if it is not intact."""
+        copied = self._exchange.own_copy(step)
+        if copied is None:
+            raise SaveError(f"this node's copy of its snapshot of step {step} is gone")
+        if damaged := copied.damage():
+            raise SaveError(f"this node's copy of step {step} is damaged: {damaged[0]}")
+        return [SlotImage(t, d) for t, d in zip(copied.tables, copied.data, strict=True)]
 
     def _abandonment_of(self, group: StepGroup) -> Callable[[], str | None]:
         def reason() -> str | None:
