@@ -24,8 +24,8 @@ from holdfast.workers.agent.context import AgentContext, NodePlace, load_context
 from holdfast.workers.agent.leading import build_outcome
 from holdfast.workers.agent.losses import (
     events_of_leads,
+    gone_numbers,
     launches_before,
-    lost_numbers,
     lost_of_launch,
     may_continue_without,
     plan_without,
@@ -248,7 +248,7 @@ class PlayedLead:
         events = events_of_leads(self.context.attempt)
         launches_before(events, launch)
         self._journal_end(launch)
-        left = set(range(len(self.group.nodes))) - lost_numbers(events) - {self.node.number}
+        left = set(range(len(self.group.nodes))) - gone_numbers(events) - {self.node.number}
         nodes = [self.group.nodes[number] for number in sorted(left)]
         self._await(nodes)
         found = [one for one in nodes if self._has(one)]

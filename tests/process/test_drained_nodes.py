@@ -16,6 +16,7 @@ from tests.process.test_lost_nodes import (
     assert_equal_bits,
     events,
     launches,
+    ranks_of,
     uninterrupted,
 )
 from tests.support.played_nodes import PlayedJob
@@ -23,6 +24,7 @@ from tests.support.played_nodes import PlayedJob
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.records.attempt import Submission, write_document
 from holdfast.contracts.states import AttemptState
+from holdfast.workers.agent.lead import JOIN_WAIT_S
 from holdfast.workers.runs.tending import tell_drained_nodes
 from holdfast.workers.schedulers import slurm_client
 
@@ -163,6 +165,31 @@ def test_the_spare_node_is_lost_while_the_ranks_leave(
         assert outcome.state is AttemptState.NODE_FAILED
         assert "no size of elastic fits 1 node" in " ".join(outcome.evidence)
         assert [one.ending for one in outcome.launches] == ["drained"]
+
+
+def test_the_lead_is_lost_after_a_drained_node_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next lead neither waits for the nodes that were released nor reports them as lost."""
+    with PlayedJob(tmp_path, nodes=2, spares=3, **slow(tmp_path)) as job:
+        slurm = PlayedController(tmp_path / "slurm", job, monkeypatch)
+        job.run.wait_for_step(job.attempt, 10)
+        slurm.drain("n1", "n4")
+        assert (job.wait(1), job.wait(4)) == (0, 0)
+        wait_until(lambda: ranks_of(job, 2), "the second launch")
+        job.kill_node(0)
+        killed_at = time.time()
+        wait_until(lambda: len(launches(job)) == 3, "the third launch")
+        (tmp_path / "hurry").touch()
+        assert (job.wait(2), job.wait(3)) == (0, 0)
+    started = events(job, EventKind.LAUNCH_STARTED)[-1]
+    assert started.time - killed_at < JOIN_WAIT_S
+    assert [event.data["host"] for event in events(job, EventKind.NODE_LOST)] == ["n0"]
+    given = {key: started.data[key] for key in ("way", "lost", "joined")}
+    assert given == {"way": "spare", "lost": ["n0"], "joined": ["n3"]}
+    outcome = job.run.outcome(job.attempt)
+    assert (outcome.state, outcome.last_step) == (AttemptState.COMPLETED, STEPS)
+    assert_equal_bits(job.run, uninterrupted(tmp_path, 2), STEPS)
 
 
 def test_a_drain_that_cannot_be_followed_is_noted_once(

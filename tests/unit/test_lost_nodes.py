@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.support.histories import NOW, attempt_of, history_of, spec_of
 from tests.support.runs import RunFolder
 
-from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
-from holdfast.contracts.records.attempt import newest_term
+from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
+from holdfast.contracts.records.attempt import LaunchRecord, newest_term
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.agent import node_group, succession
+from holdfast.workers.agent import losses, node_group, succession
 from holdfast.workers.agent.context import AgentContext, NodePlace, load_context
-from holdfast.workers.agent.losses import events_of_leads, lost_of_launch, stop_of
+from holdfast.workers.agent.lead import Ended, Lead
+from holdfast.workers.agent.losses import (
+    events_of_leads,
+    gone_numbers,
+    left_of_launch,
+    lost_of_launch,
+    stop_of,
+)
+from holdfast.workers.agent.node import CrashReport
 from holdfast.workers.agent.node_group import NodeGroup
+from holdfast.workers.agent.stops.departure import Departure, SlowNodes
 from holdfast.workers.agent.succession import (
     StillLeadsError,
     SupersededError,
@@ -32,7 +42,8 @@ from holdfast.workers.agent.succession import (
     step_back,
     take_term,
 )
-from holdfast.workers.decisions.drained_nodes import plan_nodes
+from holdfast.workers.decisions.causes import Ending
+from holdfast.workers.decisions.drained_nodes import DrainPlan, plan_nodes
 from holdfast.workers.decisions.growth import observe_capacity
 from holdfast.workers.decisions.policy import fits_any
 from holdfast.workers.decisions.sizes import without_spares
@@ -321,3 +332,75 @@ def test_the_lost_nodes_of_a_launch_are_counted_by_those_that_are_left() -> None
     # A spare node that did not join is none of the launch.
     assert lost_of_launch(1, lead="n0", unjoined=["n5"], events=events) == ["n0"]
     assert lost_of_launch(2, lead="n0", unjoined=["n2", "n5"], events=events) == ["n0", "n2"]
+
+
+class PlayedRemote:
+    """Another node of a group, which ends when it is told so."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.name, self.has_ended = number, f"n{number}", False
+
+    def finish(self) -> Future[None]:
+        self.has_ended = True
+        answer: Future[None] = Future()
+        answer.set_result(None)
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("leave", "lost", "drained", "joined"),
+    [
+        (("n1",), ["n2"], ["n1"], ["n4", "n5"]),
+        # The drained node is the one that is lost.
+        (("n1", "n3"), ["n1"], ["n3"], ["n4", "n5"]),
+        (("n1",), ["n1"], [], ["n4"]),
+    ],
+)
+def test_lost_nodes_are_told_from_those_that_are_left(
+    nodes: list[AgentContext],
+    monkeypatch: pytest.MonkeyPatch,
+    leave: tuple[str, ...],
+    lost: list[str],
+    drained: list[str],
+    joined: list[str],
+) -> None:
+    """A loss is noticed when the ranks have stopped to leave a drained node."""
+    monkeypatch.setattr(losses, "_sizes", lambda run: (spec(spare_nodes=2), fits_any))
+    context, ended = (
+        nodes[0],
+        Ended(ending="drained", exit_code=0, reports=(), crash_report=CrashReport()),
+    )
+    journal = JournalWriter(context.attempt.node_journal(0))
+    here: Any = SimpleNamespace(name="n0")
+    group = NodeGroup(context, journal, SimpleNamespace(stop_request=None), here)  # type: ignore[arg-type]
+    remotes: list[Any] = [PlayedRemote(number) for number in range(1, 6)]
+    group._remotes, group.spares, group.lost = remotes[:3], remotes[3:], lost
+    lead = object.__new__(Lead)
+    lead.context, lead.group, lead._journal, lead.nodes = context, group, journal, 4
+    lead.launches, lead._change = [LaunchRecord(number=7, started_at=NOW, ended_at=NOW)], {}
+    left: list[list[str]] = []
+    lead.slow = cast(
+        SlowNodes, SimpleNamespace(have_left=lambda hosts, *_, **__: left.append(hosts))
+    )
+    plan = DrainPlan(way="spare", nodes=4, leave=leave, why="bad DIMM")
+    lead._departure = cast(Departure, SimpleNamespace(plan=plan))
+    monkeypatch.setattr(Lead, "bad_ending", lambda *_: crashed_without(group.lost))
+    assert lead._depart(ended)
+    expected = {"way": "spare", "nodes": 4, "lost": lost, "joined": joined}
+    assert lead._change == expected | (
+        {"drained": drained, "reason": "bad DIMM"} if drained else {}
+    )
+    assert [one.name for one in remotes if one.has_ended] == drained
+    assert left == [drained]
+    noted = read_journal(context.attempt.node_journal(0))[0]
+    assert gone_numbers(noted) == {int(host[1:]) for host in drained}
+    assert left_of_launch(7, noted) == drained
+    assert left_of_launch(6, noted) == []
+    text = str(noted[-1].data["text"])
+    assert text.startswith(f"spare after a loss: lost nodes: {lost[0]}; ")
+    assert (f"nodes to leave: {', '.join(drained)}; " in text) is bool(drained)
+
+
+def crashed_without(lost: Sequence[str]) -> tuple[Ending, None]:
+    assert lost
+    return Ending(state=AttemptState.NODE_FAILED, cause=Cause.NODE_FAILURE), None

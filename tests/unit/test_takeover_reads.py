@@ -18,7 +18,7 @@ from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.records.attempt import read_terms
 from holdfast.workers.agent import member, succession
 from holdfast.workers.agent.context import AgentContext, NodePlace, load_context
-from holdfast.workers.agent.losses import events_of_leads, launches_before, lost_numbers
+from holdfast.workers.agent.losses import events_of_leads, gone_numbers, launches_before
 
 NODES = 64
 LOST = ConnectionError("node 0 is gone")
@@ -144,4 +144,4 @@ def test_the_records_of_launches_are_read_from_the_leads_alone(
     assert journals(reads.take()) == ["node-0000.jsonl", "node-0005.jsonl"]
     assert [one.number for one in launches_before(events, 2)[0]] == [1]
     assert launches_before(events, 2)[1] > 0
-    assert lost_numbers(events) == {7, 8}
+    assert gone_numbers(events) == {7, 8}

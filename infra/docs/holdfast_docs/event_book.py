@@ -551,7 +551,8 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         "any process",
         (
             *(*_LAUNCH, "text", "host", "checkpoint", "step", "promised", "has_left", "is_whole"),
-            *("is_declared", "interval_s", "snapshots_every", "settings"),
+            *("is_declared", "interval_s", "snapshots_every", "settings", "released"),
         ),
+        {"released": Field(INTEGER, "the number of a node that takes no further part")},
     ),
 }

@@ -151,7 +151,9 @@ def _restart_text(event: Event, crashed: dict[Any, dict[str, Any]]) -> str:
     if drained:
         which = facts.get("reason") or drained
         kind = "slow" if facts.get("slow") == facts.get("drained") else "drained"
-        return f"launch {before.get('launch')} left {kind} nodes{at}: {which}; it continued {on}"
+        besides = f", without {lost}" if lost else ""
+        left = f"launch {before.get('launch')} left {kind} nodes{at}: {which}"
+        return f"{left}; it continued {on}{besides}"
     if facts.get("way"):
         what = f"continued {on}, without {lost}"
     return f"launch {before.get('launch')} crashed{at}{_first_failure_text(before)} and {what}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -44,6 +44,7 @@ from holdfast.workers.decisions.causes import (
     hung_ending,
     with_numerics_stop,
 )
+from holdfast.workers.decisions.drained_nodes import NodePlan
 from holdfast.workers.decisions.policy import BUDGETS, decide_in_place
 
 # How a launch ended, from node 0's view.
@@ -252,9 +253,9 @@ class Lead:
         )
         self.launches.append(ended.record(number, started_at))
         self._listener.recall(losses.stop_of(events))
-        left = set(range(self.context.nodes_of_job)) - losses.lost_numbers(events)
+        left = set(range(self.context.nodes_of_job)) - losses.gone_numbers(events)
         self.group.gather_left(self._host, left - {self.context.node}, number, JOIN_WAIT_S)
-        self.group.take_losses(before.host, self.nodes, events)
+        self.group.take_losses(before.host, self.nodes, number, events)
         self.group.term = before.term
         if self.stop_request is None and self._may_go_on(ended) and self.health.passes("after"):
             self._launch_until_done()
@@ -594,55 +595,58 @@ class Lead:
 
     def _depart(self, ended: Ended) -> bool:
         """Continue without the drained nodes; return False if it cannot, after a loss of others."""
-        plan, is_lost = self._departure.plan, bool(self.group.lost)
+        plan = self._departure.plan
         assert plan is not None
         training = [node.name for node in self.group.nodes]
         # Spare nodes may have been lost since the plan.
-        now = losses.plan_without(
-            self.context, nodes=self.nodes, lost=plan.leave, spares=len(self.group.spares)
-        )
-        slow = self.slow.have_left(plan.leave, training, are_replaced=now.way == "spare")
-        self.group.release(plan.leave)
-        if is_lost:
-            return self._may_go_on(ended)
+        now = self._plan_without(plan.leave)
+        leave = [host for host in plan.leave if host in training]
+        slow = self.slow.have_left(leave, training, are_replaced=now.way == "spare")
+        self.group.release(leave, self.launches[-1].number)
+        if self.group.lost:
+            return self._go_on_without(ended, why=plan.why, slow=slow)
         # Before a node that was left can take the term.
         self.group.term = renew(self.context)
         if not now.way:
             self.verdict = now.reason
             self._note(f"stop after a drain: {now.reason}")
             return False
-        self.nodes = now.nodes
-        joined = self.group.rearrange(now.nodes)
-        self._change = {
-            "way": now.way,
-            "nodes": now.nodes,
-            "lost": [],
-            "joined": joined,
-            "drained": list(plan.leave),
-            "reason": plan.why,
-            **({"slow": slow} if slow else {}),
-        }
+        self._change_nodes(now, why=plan.why, slow=slow)
         return True
+
+    def _plan_without(self, left: Sequence[str]) -> NodePlan:
+        """Return how the attempt continues without the lost nodes, and those that it leaves."""
+        group = self.group
+        lost, left = group.lost, [host for host in left if host not in group.lost]
+        spares = len(group.spares)
+        return losses.plan_without(
+            self.context, nodes=self.nodes, lost=lost, left=left, spares=spares
+        )
+
+    def _change_nodes(self, plan: NodePlan, *, why: str = "", slow: Sequence[str] = ()) -> None:
+        """Let the next launch begin on the nodes of a plan. `why` some are left, `slow` ones."""
+        lost, left, self.nodes = self.group.lost, self.group.left, plan.nodes
+        joined = self.group.rearrange(plan.nodes)
+        self._change = {"way": plan.way, "nodes": plan.nodes, "lost": lost, "joined": joined}
+        if left:
+            self._change |= {"drained": left, "reason": why, **({"slow": slow} if slow else {})}
 
     # --- endings ----------------------------------------------------------------------------
 
     def _may_go_on(self, ended: Ended) -> bool:
         """Decide about another launch, on all nodes or without the lost ones."""
-        if not self.group.lost:
-            return self._may_restart(ended)
-        plan = losses.plan_without(
-            self.context, nodes=self.nodes, lost=self.group.lost, spares=len(self.group.spares)
-        )
+        return self._go_on_without(ended) if self.group.lost else self._may_restart(ended)
+
+    def _go_on_without(self, ended: Ended, *, why: str = "", slow: Sequence[str] = ()) -> bool:
+        """Decide about another launch without the lost nodes; the rest as in `_change_nodes`."""
+        plan = self._plan_without(self.group.left)
         cause = self.bad_ending(ended)[0].cause
         self.launches[-1] = self.launches[-1].model_copy(update={"cause": cause})
         self.verdict = plan.reason
         self._note(f"{plan.way or 'stop'} after a loss: {plan.reason}")
-        if not plan.way:
-            return False
-        lost, self.nodes = self.group.lost, plan.nodes
-        joined = self.group.rearrange(plan.nodes)
-        self._change = {"way": plan.way, "nodes": plan.nodes, "lost": lost, "joined": joined}
-        return True
+        if plan.way:
+            self._change_nodes(plan, why=why, slow=slow)
+        return bool(plan.way)
 
     def _may_restart(self, ended: Ended) -> bool:
         """Decide about another launch on the same nodes, and journal the decision."""

@@ -192,6 +192,10 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
     if stop_request is None and last.ending == "stopped":
         message = "the ranks stopped early without a stop request to this agent"
         return Ending(state=AttemptState.FAILED, cause=Cause.UNKNOWN, evidence=(message,)), None
+    if last.ending == "drained" and stop_request is None and not lead.group.lost:
+        # It has left nodes, and the others are too few to continue.
+        cause = Cause.NODE_FAILURE
+        return Ending(state=STATE_OF_CAUSE[cause], cause=cause, evidence=(lead.verdict,)), None
     if last.ending in {"crashed", "hung"} or stop_request is None:
         ending, first = lead.bad_ending(last)
         evidence = (*ending.evidence, *([lead.verdict] if lead.verdict else []))

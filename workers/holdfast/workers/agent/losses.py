@@ -28,12 +28,18 @@ _OF_OTHER_NODES: Final = re.compile(r"(?:node-(?!0000\.)|mirror-)\d+\.jsonl")
 
 
 def plan_without(
-    context: AgentContext, *, nodes: int, lost: Sequence[str], spares: int
+    context: AgentContext,
+    *,
+    nodes: int,
+    lost: Sequence[str],
+    spares: int,
+    left: Sequence[str] = (),
 ) -> drained_nodes.NodePlan:
     """Return how the attempt continues, which trained on `nodes` nodes, without the lost ones.
 
-    The sizes are those that a relaunch may have: by the spec, and by the newest checkpoint. What
-    the run's journals say of checkpoints is read only for a smaller size.
+    It leaves the nodes `left` too. The sizes are those that a relaunch may have: by the spec, and
+    by the newest checkpoint. What the run's journals say of checkpoints is read only for a smaller
+    size.
     """
     try:
         spec, fits = _sizes(context.run)
@@ -41,13 +47,15 @@ def plan_without(
             spec,
             nodes=nodes,
             lost=lost,
+            left=left,
             spares=spares,
             restarts_max=context.request.supervision.restarts_in_place,
             fits=fits,
         )
     except (HoldfastError, OSError) as error:
         # The supervisor reports why the run's records cannot be read.
-        return drained_nodes.NodePlan(reason=f"lost nodes: {', '.join(lost)}; {error}")
+        names = drained_nodes.name_gone(lost, left)
+        return drained_nodes.NodePlan(reason=f"{names}; {error}")
 
 
 def may_continue_without(context: AgentContext, nodes: int, lead: str) -> bool:
@@ -176,10 +184,16 @@ def lost_of_launch(
     return list(dict.fromkeys([lead, *unjoined, *reversed(reported)]))[:missing]
 
 
-def lost_numbers(events: Iterable[Event]) -> set[int]:
-    """Return the numbers of the nodes that leads have reported lost. `events` are theirs."""
-    lost = [event for event in events if event.kind is EventKind.NODE_LOST]
-    return {int(event.data.get("node") or 0) for event in lost}
+def left_of_launch(launch: int, events: Iterable[Event]) -> list[str]:
+    """Return the hosts that leads have left at the end of a launch. `events` are the leads'."""
+    left = [e for e in events if e.data.get("released") and e.data.get("launch") == launch]
+    return [str(event.data["host"]) for event in left]
+
+
+def gone_numbers(events: Iterable[Event]) -> set[int]:
+    """Return the numbers of the nodes that leads have reported lost, or have released."""
+    lost = {int(e.data.get("node") or 0) for e in events if e.kind is EventKind.NODE_LOST}
+    return lost | {int(e.data["released"]) for e in events if e.data.get("released")}
 
 
 def _record(event: Event, started_at: float) -> LaunchRecord:

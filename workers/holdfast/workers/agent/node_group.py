@@ -21,7 +21,7 @@ from holdfast.contracts.node.channel import CALL_TIMEOUT_S, ChannelHost, Peer, S
 from holdfast.contracts.node.rank_status import Proposal
 from holdfast.workers.agent.context import AgentContext, NodePlace
 from holdfast.workers.agent.launch.torchrun import KILL_WAIT_S
-from holdfast.workers.agent.losses import lost_of_launch
+from holdfast.workers.agent.losses import left_of_launch, lost_of_launch
 from holdfast.workers.agent.node import CrashReport, LedNode, NodeReport
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.runtime import NodeRuntime
@@ -202,6 +202,8 @@ class NodeGroup:
     ) -> None:
         """`here` is this node."""
         self.lost: list[str] = []
+        # Nodes of the launch that were released, because they are drained or slow.
+        self.left: list[str] = []
         # Those that were lost in earlier launches, and those that wait to take a lost one's place.
         self.dropped: list[str] = []
         self.spares: list[RemoteNode] = []
@@ -245,7 +247,7 @@ class NodeGroup:
     def hosts(self) -> tuple[str, ...]:
         """The names of all nodes that the attempt has had: those that train now come first."""
         idle = [spare.name for spare in self.spares]
-        names = [*(node.name for node in self.nodes), *self.lost, *self.dropped, *idle]
+        names = [*(node.name for node in self.nodes), *self._gone, *self.dropped, *idle]
         return tuple(dict.fromkeys(names))
 
     @property
@@ -280,13 +282,13 @@ class NodeGroup:
         self.forget_reports()
 
     def rearrange(self, nodes: int) -> list[str]:
-        """Continue on `nodes` nodes without the lost ones; return the spares that now take part.
+        """Continue on `nodes` nodes without those that are gone; return the spares that take part.
 
-        A spare takes the place of a lost node. Nodes beyond the number wait as spares.
+        A spare takes the place of such a node. Nodes beyond the number wait as spares.
         """
-        spares = deque(self.spares)
+        spares, gone = deque(self.spares), self._gone
         filled = [
-            (spares.popleft() if spares else None) if remote.name in self.lost else remote
+            (spares.popleft() if spares else None) if remote.name in gone else remote
             for remote in self._remotes
         ]
         present = [remote for remote in filled if remote is not None]
@@ -296,24 +298,36 @@ class NodeGroup:
         self.spares = [*present[nodes - 1 :], *spares]
         self._remotes = present[: nodes - 1]
         for remote in self._known.values():
-            if remote.name in self.lost:
+            if remote.name in gone:
                 self.drop_beat(remote.number)
-        self.dropped += self.lost
-        self.lost = []
+        self.dropped += gone
+        self.lost, self.left = [], []
         self._is_rearranged = True
         self.forget_reports()
         return joined
 
-    def release(self, hosts: Collection[str]) -> None:
-        """End the agents of nodes that take no further part. Those that train must have stopped."""
-        for node in (*self._present(), *self.spares):
-            if node.name in hosts:
-                with contextlib.suppress(ConnectionError):
-                    await_result(node.finish(), self._give_up_at())
+    def release(self, hosts: Collection[str], launch: int | None = None) -> None:
+        """End the agents of nodes that take no further part: spares, or those that end `launch`.
+
+        The ranks of `launch` must have stopped.
+        """
+        going = [node for node in (*self._present(), *self.spares) if node.name in hosts]
+        for node in going:
+            # Before it ends: a node that leads next must not take it for lost.
+            self._journal.append(
+                EventKind.NOTE,
+                attempt=self._context.attempt.number,
+                text=f"{node.name} takes no further part",
+                host=node.name,
+                released=node.number,
+                **({} if launch is None else {"launch": launch}),
+            )
+            with contextlib.suppress(ConnectionError):
+                await_result(node.finish(), self._give_up_at())
         idle = [spare.name for spare in self.spares if spare.name in hosts]
         self.spares = [spare for spare in self.spares if spare.name not in hosts]
         self.dropped += idle
-        self.lost += [node.name for node in self._present() if node.name in hosts]
+        self.left += [node.name for node in self._present() if node.name in hosts]
 
     def gather(self, host: ChannelHost) -> None:
         """Wait for the other nodes, unless a stop is requested meanwhile.
@@ -352,9 +366,11 @@ class NodeGroup:
             self.lost.append(name)
             self._journal_loss(number, name, f"it did not join within {timeout_s:.0f} s")
 
-    def take_losses(self, lead: str, nodes: int, events: Sequence[Event]) -> None:
-        """Set which of the last launch's `nodes` nodes are lost. Call it after `gather_left`."""
-        unjoined, missing = self.lost, nodes - 1 - len(self._remotes)
+    def take_losses(self, lead: str, nodes: int, launch: int, events: Sequence[Event]) -> None:
+        """Set which nodes of the last launch are lost. Call it after `gather_left`."""
+        joined = {remote.name for remote in self._remotes}
+        self.left = [host for host in left_of_launch(launch, events) if host not in joined]
+        unjoined, missing = self.lost, nodes - 1 - len(self._remotes) - len(self.left)
         self.lost = lost_of_launch(missing, lead=lead, unjoined=unjoined, events=events)
         self.dropped += [name for name in unjoined if name not in self.lost]
 
@@ -498,8 +514,13 @@ class NodeGroup:
                 await_result(going, self._give_up_at())
 
     def _present(self) -> list[RemoteNode]:
-        lost = set(self.lost)
-        return [remote for remote in self._remotes if remote.name not in lost]
+        gone = set(self._gone)
+        return [remote for remote in self._remotes if remote.name not in gone]
+
+    @property
+    def _gone(self) -> list[str]:
+        """The hosts that take no further part in the launch."""
+        return [*self.lost, *self.left]
 
     def _hear(self, hello: dict[str, Any], message: dict[str, Any]) -> None:
         """Take what a node sent unasked. Called in the channel's thread."""
@@ -551,7 +572,7 @@ class NodeGroup:
         try:
             yield
         except ConnectionError as error:
-            if node.name not in (*self.lost, *self.dropped):
+            if node.name not in (*self._gone, *self.dropped):
                 spares = [spare for spare in self.spares if spare is not node]
                 is_spare = len(spares) < len(self.spares)
                 self.spares = spares

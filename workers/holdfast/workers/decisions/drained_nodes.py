@@ -34,28 +34,36 @@ def plan_nodes(
     spares: int,
     restarts_max: int,
     fits: Callable[[int], bool],
+    left: Sequence[str] = (),
 ) -> NodePlan:
-    """Return how an attempt of `nodes` nodes continues without the `lost` ones.
+    """Return how an attempt of `nodes` nodes continues without the `lost` ones and those it `left`.
 
     `spares` nodes of its job are idle. `fits` returns whether the newest checkpoint can continue at
     a number of GPUs. A smaller size is one that `elastic` allows, in whole nodes.
     """
-    names = f"lost nodes: {', '.join(lost)}"
+    names = name_gone(lost, left)
     if restarts_max == 0:
         return NodePlan(reason=f"{names}; supervision.restarts_in_place is 0")
-    left = nodes - len(lost) + spares
-    if left >= nodes:
-        taken = counted(len(lost), "spare node")
+    gone = len(lost) + len(left)
+    remaining = nodes - gone + spares
+    if remaining >= nodes:
+        taken = counted(gone, "spare node")
         return NodePlan(way="spare", nodes=nodes, reason=f"{names}; {taken} replace them")
     per_node = spec.resources.size_per_node
     gpus = None
     if not is_single(spec):
-        gpus = largest_within(spec, left * per_node, lambda n: n % per_node == 0 and fits(n))
+        gpus = largest_within(spec, remaining * per_node, lambda n: n % per_node == 0 and fits(n))
     if gpus is None:
-        return NodePlan(reason=f"{names}; no size of elastic fits {counted(left, 'node')}")
+        return NodePlan(reason=f"{names}; no size of elastic fits {counted(remaining, 'node')}")
     smaller = gpus // per_node
     reason = f"{names}; {counted(smaller, 'node')} of {nodes} continue with {counted(gpus, 'GPU')}"
     return NodePlan(way="shrink", nodes=smaller, reason=reason)
+
+
+def name_gone(lost: Sequence[str], left: Sequence[str]) -> str:
+    """Name the nodes without which an attempt continues."""
+    kinds = (("lost nodes", lost), ("nodes to leave", left))
+    return "; ".join(f"{kind}: {', '.join(hosts)}" for kind, hosts in kinds if hosts)
 
 
 @dataclass(frozen=True, kw_only=True)
