@@ -124,6 +124,8 @@ def test_logs_of_all_ranks_can_be_searched_and_truncated(call: Call, ended_run: 
     write_log(ended_run, 0, "step 1\nstep 2\nloss 3.5\n")
     write_log(ended_run, 1, "step 1\nno end of line")
     assert call("logs", "kelp", "--tail", 1).out == "loss 3.5\n"
+    nothing = call("logs", "kelp", "--tail", 0)
+    assert (nothing.out, "no output" in nothing.err) == ("", False)
     assert call("logs", "kelp", "--grep", r"^step \d$").out == "step 1\nstep 2\n"
     assert call("logs", "kelp", "--all-ranks", "--grep", "step 1|end").out == (
         "0: step 1\n1: step 1\n1: no end of line\n"

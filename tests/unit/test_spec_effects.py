@@ -107,6 +107,7 @@ KEYS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "health.after": (["true"], {"supervision": {"restarts_in_place": 0}}, {}),
     "health.timeout_s": (5, {}, {"health": {"before": ["true"]}}),
     "health.slowdown": ("ask", {}, {"resources": {**ON_SLURM["resources"], "nodes": 2}}),
+    "health.gpus": ("exclude", {"resources": {"gpus_per_node": 0, "nproc_per_node": 2}}, {}),
     "health.throttled_s_max": (60, {"health": {"gpus": "off"}}, {}),
     "health.link_errors_max": (100, {"health": {"gpus": "off"}}, {}),
     "cost.currency": ("EUR", {}, {"cost": {"gpu_hour": 2}}),

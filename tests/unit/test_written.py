@@ -169,6 +169,18 @@ def test_a_program_that_saves_memory_is_refused_where_neighbours_hold_copies(
         Settings.of(None, None, staging=staging)
 
 
+@pytest.mark.parametrize("staging", ["memory", "single", "disk"])
+def test_a_staging_directory_that_is_not_used_is_stated(
+    staging: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("HOLDFAST_SOURCES", "HOLDFAST_RUN_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOLDFAST_STAGING_DIRECTORY", "/scratch")
+    Settings.of(None, None, staging=staging).announce(lambda *_, **__: None, 0)
+    warning = f"(environment) is not used, because checkpoint.staging is {staging!r}"
+    assert (warning in capfd.readouterr().out) is (staging != "disk")
+
+
 def test_a_session_without_snapshots_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

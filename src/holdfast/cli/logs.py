@@ -106,7 +106,7 @@ def logs(
     if follow:
         lines.tail = None
         _follow(paths, chosen, wanted, reader, is_pinned=attempt is not None)
-    elif not printed:
+    elif not printed and tail != 0:
         _list_other_logs(chosen, wanted)
 
 

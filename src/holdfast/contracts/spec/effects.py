@@ -185,6 +185,11 @@ COMPARES_NODES: Final = Scope(
     "the run has one node, so there is no other node to compare it with; set resources.nodes = 2 "
     "or more, or leave the key out",
 )
+HAS_GPUS: Final = Scope(
+    lambda spec: spec.health.gpus == "off" or spec.resources.gpus_per_node > 0,
+    "resources.gpus_per_node is 0, so there is no GPU whose counters could be compared; leave one "
+    "of them out",
+)
 JUDGES_GPUS: Final = Scope(
     lambda spec: spec.health.gpus != "off",
     "health.gpus is 'off', so no counter of a GPU is compared; leave one of them out",
@@ -310,9 +315,9 @@ ACTS: Final[Mapping[str, tuple[Scope, ...]]] = {
     "health.after": (RESTARTS,),
     "health.timeout_s": (CHECKS,),
     "health.slowdown": (COMPARES_NODES, SAVES, HANGS),
-    "health.gpus": (),
-    "health.throttled_s_max": (JUDGES_GPUS,),
-    "health.link_errors_max": (JUDGES_GPUS,),
+    "health.gpus": (HAS_GPUS,),
+    "health.throttled_s_max": (JUDGES_GPUS, HAS_GPUS),
+    "health.link_errors_max": (JUDGES_GPUS, HAS_GPUS),
     "cost.gpu_hour": (),
     "cost.on_demand_per_gpu_hour": (),
     "cost.currency": (PRICES,),

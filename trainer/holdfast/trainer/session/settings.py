@@ -206,6 +206,12 @@ class Settings:
             text=text,
             settings={one.key: {"value": one.value, "source": one.source} for one in lines},
         )
-        for warning in filter(None, (one.warning for one in self.chosen)):
+        unused = ""
+        if self.staging.directory and not self.staging.is_on_disk:
+            unused = (
+                f"{DIRECTORY_KEY} ({_source_of(DIRECTORY_KEY)}) is not used, because "
+                f"{written.STAGING} is {self.staging.mode!r}: set it to 'disk' for images there"
+            )
+        for warning in filter(None, (*(one.warning for one in self.chosen), unused)):
             report(f"holdfast: warning: {warning}")
             event(EventKind.NOTE, text=warning)
