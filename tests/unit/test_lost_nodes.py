@@ -335,7 +335,7 @@ def test_the_lost_nodes_of_a_launch_are_counted_by_those_that_are_left() -> None
 
 
 class PlayedRemote:
-    """Another node of a group, which ends when it is told so."""
+    """Another node of a group, which ends on request."""
 
     def __init__(self, number: int) -> None:
         self.number, self.name, self.has_ended = number, f"n{number}", False
@@ -372,7 +372,8 @@ def test_lost_nodes_are_told_from_those_that_are_left(
     )
     journal = JournalWriter(context.attempt.node_journal(0))
     here: Any = SimpleNamespace(name="n0")
-    group = NodeGroup(context, journal, SimpleNamespace(stop_request=None), here)  # type: ignore[arg-type]
+    listener: Any = SimpleNamespace(stop_request=None)
+    group = NodeGroup(context, journal, listener, here)
     remotes: list[Any] = [PlayedRemote(number) for number in range(1, 6)]
     group._remotes, group.spares, group.lost = remotes[:3], remotes[3:], lost
     lead = object.__new__(Lead)
