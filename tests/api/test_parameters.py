@@ -397,10 +397,10 @@ def node_rows(w: World) -> Facts:
 def stream_rows(w: World) -> Facts:
     """The event stream of one run, and after an event."""
 
-    def read(*until: str, after: str = "", **given: Any) -> list[str]:
+    def read(*until: str, last: str = "", **given: Any) -> list[str]:
         """The lines until each text of `until` was seen."""
         seen: list[str] = []
-        headers = {"Last-Event-ID": after} if after else {}
+        headers = {"Last-Event-ID": last} if last else {}
         with w.client.stream("GET", f"{API}/events", params=given, headers=headers) as stream:
             for line in stream.iter_lines():
                 seen.append(line)
@@ -413,10 +413,14 @@ def stream_rows(w: World) -> Facts:
     for run in ("weights", "gpt-b"):
         with JournalWriter(w.paths(run).journal_of("cli")) as journal:
             journal.append(EventKind.NOTE, text=f"about {run}")
-    read("about weights", "about gpt-b", after=newest)
-    one, other = (read(f"about {run}", after=newest, run=run) for run in ("weights", "gpt-b"))
+    read("about weights", "about gpt-b", last=newest)
+    both = read("about weights", "about gpt-b", after=newest)
+    one, other = (read(f"about {run}", last=newest, run=run) for run in ("weights", "gpt-b"))
+    # A browser that reconnects repeats the address with its first `after`.
+    again = read("id: ", "data: ", after="0-0", last=newest)
     return {
         "query:run": "about gpt-b" not in str(one) and "about weights" not in str(other),
+        "query:after": "event: hello" not in both and "event: reset" not in again,
         "header:last-event-id": "event: hello" in hello and "event: hello" not in one,
     }
 

@@ -48,6 +48,7 @@ View = tuple[Literal["light", "dark"], ViewportSize]
 NARROW: Final[ViewportSize] = {"width": 390, "height": 844}
 MIDDLE: Final[ViewportSize] = {"width": 1024, "height": 768}
 WIDE: Final[ViewportSize] = {"width": 1440, "height": 900}
+TABS: Final = 8
 # Contrast depends on the theme and layout on the width. Three views cover both; six, all pairs.
 THREE: Final[tuple[View, ...]] = (("light", WIDE), ("dark", NARROW), ("light", MIDDLE))
 SIX: Final[tuple[View, ...]] = (*THREE, ("light", NARROW), ("dark", WIDE), ("dark", MIDDLE))
@@ -250,16 +251,36 @@ def test_views_of_a_run_ask_for_what_the_browser_loads_early(
     with testbed.page_of(browser, site) as (page, _):
         asked: list[str] = []
         page.on("request", lambda one: asked.append(one.url.removeprefix(site.url)))
-        # Without an open stream, which begins with a request for everything again.
-        page.route("**/api/v1/events", lambda _: None)
         page.goto(f"/runs/bert-classifier{view}")
         last = page.locator(".react-flow__node") if view else page.locator("svg.timeline")
         expect(last.first).to_be_visible()
+        # The stream continues where the page began, so nothing is requested again.
+        expect(page.get_by_text("live", exact=True)).to_be_visible()
+        page.wait_for_timeout(500)
         for ask in asks:
             path = f"/api/v1/runs/bert-classifier{ask}"
             found = "name => performance.getEntriesByName(name).map((one) => one.initiatorType)"
             assert page.evaluate(found, site.url + path) == ["link"]
             assert asked.count(path) == 1
+
+
+def test_tabs_of_one_browser_share_a_stream(browser: Browser, site: Site) -> None:
+    """A browser allows six connections to a server, and each stream would hold one."""
+    with testbed.page_of(browser, site) as (page, _):
+
+        def streams() -> int:
+            return int(page.request.get("/healthz").json()["streams"])
+
+        before = streams()
+        tabs = [page, *(page.context.new_page() for _ in range(TABS - 1))]
+        for tab in tabs:
+            tab.goto("/runs/bert-classifier")
+            expect(tab.get_by_role("heading", name="bert-classifier")).to_be_visible()
+            expect(tab.get_by_text("live", exact=True)).to_be_visible()
+        assert streams() <= before + 1
+        tabs[0].close()
+        tabs[1].reload()
+        expect(tabs[1].get_by_text("live", exact=True)).to_be_visible()
 
 
 def test_every_built_script_has_its_compressed_form() -> None:

@@ -86,6 +86,11 @@ class Hub:
     def readers(self) -> int:
         return len(self._readers)
 
+    @property
+    def newest_id(self) -> str:
+        """The id of the newest event. Data that is read later is at least as new."""
+        return f"{self._boot}-{self._number}"
+
     def open(self) -> None:
         self._loop = asyncio.get_running_loop()
 

@@ -4,19 +4,18 @@ import { useEffect, useSyncExternalStore } from "react";
 import { runOf } from "../format";
 import { AwayError, BASE, onReach, probe } from "./client";
 import { connectionOf, isFresh, type Connection, type Link } from "./link";
+import { openStream, type News, type Stream } from "./stream";
+import type { Ask } from "./streamWorker";
 
 export type { Connection } from "./link";
 
 const POLL_MS = 2_000;
-const TRY_AGAIN_MS = 5_000;
 const WATCH_MS = 1_000;
 const GATHER_MS = 200;
 const ROUND_MS = 1_000;
 const LISTS_MS = 5_000;
 const LATE_MS = 5_000;
-// EventSource does not report comments, so the server's keep-alive is a named event.
-const EVENTS = ["hello", "ping", "journal", "run", "beat", "reset"] as const;
-const SILENT_EVENTS: ReadonlySet<string> = new Set(["hello", "ping"]);
+const SILENT_EVENTS: ReadonlySet<string> = new Set(["open", "hello", "ping"]);
 
 const link: Link = { isOpen: false, hasFailed: false, heardAt: Date.now(), answered: null };
 let answeredAt = Date.now();
@@ -72,7 +71,9 @@ class Invalidator {
   private flushedAt = 0;
   private listedAt = 0;
 
-  constructor(private readonly client: QueryClient) {}
+  constructor(private readonly client: QueryClient) {
+    document.addEventListener("visibilitychange", this.wait);
+  }
 
   add({ run, uid }: Change, isBeat: boolean) {
     const names = isBeat ? this.beats : this.changed;
@@ -84,13 +85,16 @@ class Invalidator {
 
   stop() {
     clearTimeout(this.timer);
+    document.removeEventListener("visibilitychange", this.wait);
   }
 
-  private wait() {
-    if (this.timer !== undefined) return;
+  private wait = () => {
+    const hasChanges = this.all || this.changed.size > 0 || this.beats.size > 0;
+    // A tab that nobody sees requests what changed when it is shown again.
+    if (this.timer !== undefined || !hasChanges || document.hidden) return;
     const next = Math.max(GATHER_MS, this.flushedAt + ROUND_MS - Date.now());
     this.timer = window.setTimeout(() => this.flush(), next);
-  }
+  };
 
   private flush() {
     this.timer = undefined;
@@ -130,45 +134,57 @@ function read(data: string): Change {
   }
 }
 
+/** The newest event when the server sent this page, so that all data are at least as new. */
+const SEEN =
+  document.querySelector<HTMLMetaElement>('meta[name="event"]')?.content || undefined;
+
+/** Subscribes to the stream of all tabs, or where a browser cannot share it, to an own one. */
+function subscribe(tell: (news: News) => void): Pick<Stream, "reopen" | "close"> {
+  const url = `${window.location.origin}${BASE}/events`;
+  if (typeof SharedWorker === "undefined") return openStream(url, SEEN, tell);
+  const worker = new SharedWorker(new URL("./streamWorker.ts", import.meta.url), { type: "module" });
+  const { port } = worker;
+  let own: Stream | undefined;
+  worker.onerror = () => {
+    own ??= openStream(url, undefined, tell);
+  };
+  port.onmessage = ({ data }: MessageEvent<News>) => tell(data);
+  const ask = (what: Ask) => port.postMessage(what);
+  ask({ url, after: SEEN });
+  return {
+    reopen: () => (own ? own.reopen() : ask("again")),
+    close: () => {
+      own?.close();
+      port.close();
+    },
+  };
+}
+
 function listen(client: QueryClient): () => void {
   const invalidator = new Invalidator(client);
-  let source: EventSource | null = null;
-  let again: number | undefined;
-  const connect = () => {
-    source?.close();
-    source = new EventSource(`${BASE}/events`);
-    source.onopen = () => {
-      update({ isOpen: true, hasFailed: false, heardAt: Date.now() });
-      // Events before the stream opened are unknown, so everything may have changed.
-      invalidator.add({}, false);
-    };
-    for (const name of EVENTS) {
-      source.addEventListener(name, (message: MessageEvent<string>) => {
-        update({ heardAt: Date.now() });
-        if (!SILENT_EVENTS.has(name)) invalidator.add(read(message.data), name === "beat");
-      });
-    }
-    source.onerror = () => {
+  const tell = ({ name, data, after }: News) => {
+    if (name === "failed") {
       const wasOpen = link.isOpen;
       update({ isOpen: false, hasFailed: true });
       // Request everything once now. The answers start the polling.
       if (wasOpen) invalidator.add({}, false);
-      if (source?.readyState !== EventSource.CLOSED) return;
-      clearTimeout(again);
-      again = window.setTimeout(connect, TRY_AGAIN_MS);
-    };
+      return;
+    }
+    update({ isOpen: true, hasFailed: false, heardAt: Date.now() });
+    // Events before the stream opened may be unknown, so everything may have changed.
+    if (name === "open" && (after === undefined || after !== SEEN)) invalidator.add({}, false);
+    if (!SILENT_EVENTS.has(name)) invalidator.add(read(data), name === "beat");
   };
-  connect();
+  const stream = subscribe(tell);
   // A frozen or disconnected server does not close the stream, so detect its silence.
   const watch = window.setInterval(() => {
     if (!link.isOpen || isFresh(link, Date.now())) return;
     update({ isOpen: false, hasFailed: true, answered: null });
     void probe();
-    connect();
+    stream.reopen();
   }, WATCH_MS);
   return () => {
-    source?.close();
-    clearTimeout(again);
+    stream.close();
     clearInterval(watch);
     invalidator.stop();
   };

@@ -37,6 +37,10 @@ router = APIRouter(tags=["live"])
 async def stream_events(
     request: Request,
     run: Annotated[str | None, Query(max_length=120, description="Only events of this run")] = None,
+    after: Annotated[
+        str | None,
+        Query(max_length=100, description="Only events after this id, as with `Last-Event-ID`"),
+    ] = None,
     last_event_id: Annotated[str | None, Header(max_length=100)] = None,
 ) -> StreamingResponse:
     """Stream server-sent events: `run`, `journal`, `beat`, `hello`, `reset` and `ping`.
@@ -50,7 +54,7 @@ async def stream_events(
     services = services_of(request)
     ref = None if run is None else await run_in_threadpool(services.store.find_run, run)
     uid = ref.uid if ref else None
-    lines = _lines(services, request, last_event_id, uid)
+    lines = _lines(services, request, last_event_id or after, uid)
     # Read the first line here, so that a `Refusal` still becomes an error response.
     first = await anext(lines)
     headers = {"X-Accel-Buffering": "no"}

@@ -14,6 +14,7 @@ from holdfast.api.access import cookie_name
 from holdfast.api.problems import Refusal
 from holdfast.api.routes.session import begin_session, prefix_of
 from holdfast.api.schemas import TOKEN_CHARACTERS_MAX
+from holdfast.api.services import services_of
 
 STATIC: Final = Path(__file__).resolve().parents[1] / "static"
 FOREVER: Final = "public, max-age=31536000, immutable"
@@ -71,7 +72,15 @@ def show_page(request: Request, path: str = "") -> Response:
     index = STATIC / "index.html"
     page = index.read_text() if index.is_file() else UNBUILT
     headers = {"Cache-Control": "no-cache", **_early(request, path)}
+    page = page.replace('name="event" content=""', f'name="event" content="{_seen(request)}"')
     return HTMLResponse(_placed(page, prefix_of(request)), headers=headers)
+
+
+def _seen(request: Request) -> str:
+    """Return the event after which the page's stream begins; empty without a session."""
+    services = services_of(request)
+    session = services.sessions.find(request.cookies.get(cookie_name(request), ""))
+    return services.hub.newest_id if session else ""
 
 
 def _early(request: Request, path: str) -> dict[str, str]:
