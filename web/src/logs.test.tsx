@@ -58,6 +58,14 @@ describe("the logs of a run", () => {
     });
   });
 
+  it("are not called empty before the server has answered", async () => {
+    const server = opened({ "GET /runs/gpt/log-files/part": problem(503, "not available") });
+    await screen.findByText("Not following: the server did not send the log.");
+    expect(screen.queryByText("Empty")).toBeNull();
+    server.give({ "GET /runs/gpt/log-files/part": part({ text: "", next_offset: 0, bytes: 0 }) });
+    await screen.findByText("Empty");
+  });
+
   it("are searched step by step, and a line that was found is shown in its place", async () => {
     let steps = 0;
     const server = opened({

@@ -2,7 +2,7 @@ import { describe, expect, it } from "vitest";
 import { aroundConstant } from "./curves";
 import { WITHOUT_NOTES } from "./events";
 import { readGoodput } from "./goodput";
-import { newestParts, withoutCodes } from "./logs";
+import { newestParts, shownLog, withoutCodes } from "./logs";
 import { placeLabels } from "./marks";
 import { startsOf } from "./price";
 import { run } from "./samples";
@@ -26,6 +26,24 @@ describe("the text of a log", () => {
   it("has no codes of terminals, and of overwritten lines the last state", () => {
     expect(withoutCodes("\u001b[31mred\u001b[0m \u001b]0;title\u0007end")).toBe("red end");
     expect(withoutCodes("10 %\r50 %\r90 %\nnext\r\n")).toBe("90 %\nnext\n");
+    expect(withoutCodes("one\r\r\ntwo\r")).toBe("one\ntwo\r");
+    // A title without an end hides its line only.
+    expect(withoutCodes("a\u001b]0;title\nnext")).toBe("a\nnext");
+  });
+
+  it("has the colours of terminals where they are after overwritten lines", () => {
+    const { text, colours } = shownLog(
+      "\u001b[32m10 %\r\u001b[33m90 %\u001b[0m\r\n\u001b[1;31merr\u001b[38;5;31mor\u001b[94mend");
+    expect(text).toBe("90 %\nerrorend");
+    expect(colours.map(([start, end, colour]) => [text.slice(start, end), colour]))
+      .toEqual([["90 %", 3], ["err", 1], ["end", 4]]);
+  });
+
+  it("takes no longer for one long line than for many", () => {
+    const began = performance.now();
+    expect(withoutCodes(`${"x".repeat(400_000)}\r`).length).toBe(400_001);
+    expect(withoutCodes("\r".repeat(400_000)).length).toBe(400_000);
+    expect(performance.now() - began).toBeLessThan(2_000);
   });
 
   it("keeps whole parts, the newest ones", () => {

@@ -142,7 +142,9 @@ const SEEN =
 function subscribe(tell: (news: News) => void): Pick<Stream, "reopen" | "close"> {
   const url = `${window.location.origin}${BASE}/events`;
   if (typeof SharedWorker === "undefined") return openStream(url, SEEN, tell);
-  const worker = new SharedWorker(new URL("./streamWorker.ts", import.meta.url), { type: "module" });
+  const worker = new SharedWorker(new URL("./streamWorker.ts", import.meta.url), {
+    type: "module",
+  });
   const { port } = worker;
   let own: Stream | undefined;
   worker.onerror = () => {

@@ -3,7 +3,7 @@ import { useRef, useState, type FormEvent } from "react";
 import { searchLogs } from "../../api/queries";
 import type { LogMatch, RunLog } from "../../api/types";
 import { bytes, count } from "../../format";
-import { placeOfLog } from "../../logs";
+import { placeOfLog, withoutCodes } from "../../logs";
 import { Problem } from "../../parts/basics";
 
 const SHOWN_MAX = 200;
@@ -129,7 +129,7 @@ export function LogSearch({ run, file, open }: Props) {
                     <span className="muted">
                       {one.attempt === null ? "" : `attempt ${one.attempt} · `}{placeOfLog(one)}
                     </span>
-                    <code>{one.text.trim()}</code>
+                    <code>{withoutCodes(one.text).trim()}</code>
                   </button>
                 </li>
               ))}

@@ -1,9 +1,9 @@
 // The text of one log file: its end, followed while it grows, or the lines around a place in it.
-import { useEffect, useMemo, useRef, useState } from "react";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "react";
 import { askLog } from "../../api/queries";
 import type { RunLog } from "../../api/types";
 import { bytes } from "../../format";
-import { newestParts, wordsOfLog, withoutCodes, type LogText } from "../../logs";
+import { newestParts, shownLog, wordsOfLog, type LogText, type Shown } from "../../logs";
 import { Problem } from "../../parts/basics";
 
 const FOLLOW_MS = 1_000;
@@ -119,29 +119,63 @@ function useLog(run: string, file: string, at: number | undefined): Reader {
 }
 
 /** How far the view is: at the end of the log, or how much it lags. */
-function statusOf({ ended, behind, error }: Followed): string {
+function statusOf(found: Followed): string {
+  const { ended, behind, error } = found;
+  if (found === NOTHING) return "Loading…";
   if (error) return "Not following: the server did not send the log.";
   if (behind > 0) return `${bytes(behind)} behind, catching up.`;
   return ended ? "End of log: the attempt has ended." : "Following. Scroll up to stop.";
 }
 
 interface Text {
-  before: string;
+  before: Shown;
   line: string;
-  after: string;
+  after: Shown;
 }
+
+const NO_TEXT: Shown = { text: "", colours: [] };
 
 /** The shown text, with the line that was jumped to. */
 function textOf(parts: LogText[], at: number | undefined): Text {
-  const join = (some: LogText[]) => withoutCodes(some.map((one) => one.text).join(""));
-  if (at === undefined) return { before: join(parts), line: "", after: "" };
+  const join = (some: LogText[]) => some.map((one) => one.text).join("");
+  if (at === undefined) return { before: shownLog(join(parts)), line: "", after: NO_TEXT };
   const rest = join(parts.filter((one) => one.offset >= at));
   const end = rest.indexOf("\n") < 0 ? rest.length : rest.indexOf("\n");
   return {
-    before: join(parts.filter((one) => one.offset < at)),
-    line: rest.slice(0, end),
-    after: rest.slice(end),
+    before: shownLog(join(parts.filter((one) => one.offset < at))),
+    line: shownLog(rest.slice(0, end)).text,
+    after: shownLog(rest.slice(end)),
   };
+}
+
+/** The set of the places with a colour of terminals. Older browsers show no colours. */
+function highlightOf(colour: number): Highlight | undefined {
+  if (typeof Highlight === "undefined") return undefined;
+  const name = `terminal-${colour}`;
+  const known = CSS.highlights.get(name) ?? new Highlight();
+  CSS.highlights.set(name, known);
+  return known;
+}
+
+/** Text with the colours of terminals. It stays one piece, however many colours it has. */
+function Coloured({ shown: { text, colours } }: { shown: Shown }) {
+  const place = useRef<HTMLSpanElement>(null);
+  useLayoutEffect(() => {
+    const node = place.current?.firstChild;
+    if (!node) return undefined;
+    const ranges = colours.flatMap(([start, end, colour]) => {
+      const highlight = highlightOf(colour);
+      if (!highlight) return [];
+      const range = new StaticRange({
+        startContainer: node, startOffset: start, endContainer: node, endOffset: end });
+      highlight.add(range);
+      return [[highlight, range] as const];
+    });
+    return () => {
+      for (const [highlight, range] of ranges) highlight.delete(range);
+    };
+  }, [text, colours]);
+  return <span ref={place}>{text}</span>;
 }
 
 interface LogProps {
@@ -149,10 +183,11 @@ interface LogProps {
   file: RunLog;
   /** The byte to show; without it, the end is followed. */
   at: number | undefined;
-  toEnd: () => void;
+  /** Shows another byte, or without one, the end. */
+  show: (at?: number) => void;
 }
 
-export function Log({ run, file, at, toEnd }: LogProps) {
+export function Log({ run, file, at, show }: LogProps) {
   const { found, addEarlier, addLater, skip } = useLog(run, file.file, at);
   const { parts, error, behind } = found;
   const { before, line, after } = useMemo(() => textOf(parts, at), [parts, at]);
@@ -186,6 +221,7 @@ export function Log({ run, file, at, toEnd }: LogProps) {
       {first > 0 ? (
         <p>
           <button type="button" onClick={() => void showEarlier()}>Show earlier</button>{" "}
+          <button type="button" onClick={() => show(0)}>Show the beginning</button>{" "}
           <span className="muted">{bytes(first)} before this</span>
         </p>
       ) : null}
@@ -199,10 +235,10 @@ export function Log({ run, file, at, toEnd }: LogProps) {
           follows.current = one.scrollHeight - one.scrollTop - one.clientHeight < AT_END_PX;
         }}
       >
-        {before}
+        <Coloured shown={before} />
         {at === undefined ? null : <mark ref={target}>{line}</mark>}
-        {after}
-        {before || line || after ? null : "Empty"}
+        <Coloured shown={after} />
+        {before.text || line || after.text || found === NOTHING || error ? null : "Empty"}
       </pre>
       {at === undefined ? (
         <p className="muted">
@@ -218,7 +254,7 @@ export function Log({ run, file, at, toEnd }: LogProps) {
               <span className="muted">{bytes(behind)} after this</span>
             </>
           ) : null}
-          <button type="button" onClick={toEnd}>Show the end</button>
+          <button type="button" onClick={() => show()}>Show the end</button>
         </p>
       )}
     </>

@@ -67,7 +67,7 @@ function Files({ run, files, isOld, leading }: FilesProps) {
       </>
     );
   }
-  const show = (place: number | undefined) =>
+  const show = (place?: number) =>
     void navigate({ search: (old) => ({ ...old, file: file.file, at: place }) });
   const open = (match: LogMatch) => void navigate({ search: {
     attempt: match.attempt === null ? undefined : String(match.attempt),
@@ -107,7 +107,7 @@ function Files({ run, files, isOld, leading }: FilesProps) {
       </div>
       {isOld ? <p className="loading" role="status">Loading…</p> : (
         <Log key={`${run}/${file.file}/${at ?? ""}`} run={run} file={file} at={at}
-          toEnd={() => show(undefined)} />
+          show={show} />
       )}
     </>
   );
