@@ -58,6 +58,18 @@ describe("the logs of a run", () => {
     });
   });
 
+  it("of many ranks are listed by node, and found by the rank's number", async () => {
+    const many = Array.from({ length: 600 }, (_, rank) =>
+      log({ file: `rank-${rank}`, rank, node: Math.floor(rank / 8) }));
+    opened({ "GET /runs/gpt/log-files": many });
+    const list = await screen.findByLabelText("File");
+    expect(list.querySelectorAll("option")).toHaveLength(8);
+    fireEvent.change(screen.getByLabelText("Rank"), { target: { value: "599" } });
+    fireEvent.click(await button("Show rank"));
+    await screen.findByRole("region", { name: /^rank 599 / });
+    expect(list.querySelector("option")?.textContent).toContain("rank 592 ");
+  });
+
   it("are not called empty before the server has answered", async () => {
     const server = opened({ "GET /runs/gpt/log-files/part": problem(503, "not available") });
     await screen.findByText("Not following: the server did not send the log.");

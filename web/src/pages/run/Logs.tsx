@@ -1,6 +1,6 @@
 // The output of a run's processes: one file, followed while the attempt runs, and the search.
 import { useNavigate, useParams, useSearch } from "@tanstack/react-router";
-import type { ReactNode } from "react";
+import { useState, type FormEvent, type ReactNode } from "react";
 import { logDownload, useLogFiles, useRun } from "../../api/queries";
 import type { LogMatch, RunLog } from "../../api/types";
 import { bytes } from "../../format";
@@ -39,6 +39,30 @@ function FirstError({ run, file, show }: {
   );
 }
 
+// A browser takes seconds to lay out a list of thousands of files.
+const LISTED_MAX = 500;
+
+/** Chooses a rank by its number, where the list has only the files of one node. */
+function RankField({ files, open }: { files: RunLog[]; open: (file: string) => void }) {
+  const [rank, setRank] = useState("");
+  const last = Math.max(...files.map((one) => one.rank ?? 0));
+  const submit = (event: FormEvent) => {
+    event.preventDefault();
+    const found = usual(files.filter((one) => one.rank === Number(rank)));
+    if (found) open(found.file);
+  };
+  return (
+    <form className="toolbar" onSubmit={submit}>
+      <label>
+        Rank
+        <input type="number" required min={0} max={last} value={rank}
+          onChange={(event) => setRank(event.target.value)} />
+      </label>
+      <button type="submit">Show rank</button>
+    </form>
+  );
+}
+
 interface FilesProps {
   run: string;
   files: RunLog[];
@@ -69,6 +93,11 @@ function Files({ run, files, isOld, leading }: FilesProps) {
   }
   const show = (place?: number) =>
     void navigate({ search: (old) => ({ ...old, file: file.file, at: place }) });
+  const choose = (name: string) =>
+    void navigate({ search: (old) => ({ ...old, file: name, at: undefined }) });
+  const isLong = files.length > LISTED_MAX;
+  const listed = isLong
+    ? files.filter((one) => one.node === null || one.node === file.node) : files;
   const open = (match: LogMatch) => void navigate({ search: {
     attempt: match.attempt === null ? undefined : String(match.attempt),
     file: match.file,
@@ -81,15 +110,9 @@ function Files({ run, files, isOld, leading }: FilesProps) {
         {leading}
         <label>
           File
-          <select
-            value={file.file}
-            onChange={(event) =>
-              void navigate({
-                search: (old) => ({ ...old, file: event.target.value, at: undefined }) })
-            }
-          >
+          <select value={file.file} onChange={(event) => choose(event.target.value)}>
             {LOG_KINDS.map((kind) => {
-              const some = files.filter((one) => one.kind === kind);
+              const some = listed.filter((one) => one.kind === kind);
               return some.length === 0 ? null : (
                 <optgroup key={kind} label={kind}>
                   {some.map((one) => (
@@ -102,6 +125,7 @@ function Files({ run, files, isOld, leading }: FilesProps) {
             })}
           </select>
         </label>
+        {isLong ? <RankField files={files} open={choose} /> : null}
         <FirstError key={file.file} run={run} file={file} show={show} />
         <a href={logDownload(run, file.file)} download>Download</a>
       </div>
