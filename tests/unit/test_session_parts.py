@@ -187,6 +187,7 @@ def test_an_invalid_flush_timeout_is_refused(given: str) -> None:
 
 def test_the_recorder_writes_lines_and_metrics(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "journal" / "rank0.jsonl", tmp_path / "metrics" / "m.jsonl")
+    recorder.event(EventKind.NOTE, text=object())  # JSON cannot have it
     recorder.event(EventKind.NOTE, text="hello")
     recorder.log(7, {"loss": 1.5, "bad": float("nan")})
     recorder.close()

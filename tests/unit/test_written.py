@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.support.cli_calls import Call
 from tests.support.histories import record_of, spec_of
@@ -179,6 +180,15 @@ def test_a_staging_directory_that_is_not_used_is_stated(
     Settings.of(None, None, staging=staging).announce(lambda *_, **__: None, 0)
     warning = f"(environment) is not used, because checkpoint.staging is {staging!r}"
     assert (warning in capfd.readouterr().out) is (staging != "disk")
+
+
+def test_numbers_of_numpy_are_recorded_as_numbers() -> None:
+    """A line of the journal that JSON cannot have would be lost."""
+    found, events = Settings.of(np.int64(20), np.int64(7)), []  # type: ignore[arg-type]
+    found.announce(lambda *kind, **data: events.append(json.loads(json.dumps(data))), 0)
+    recorded = events[0]["settings"]
+    assert [recorded[f"checkpoint.{key}"]["value"] for key in ("interval", "snapshots")] == [20, 7]
+    assert found.interval.steps == 20
 
 
 def test_a_session_without_snapshots_says_so(

@@ -230,7 +230,8 @@ class Recorder:
     def _append(self, kind: EventKind, data: dict[str, Any], more: _More | None) -> None:
         try:
             self._journal.append(kind, **data, **(more() if more else {}))
-        except (OSError, HoldfastError) as error:
+        except (OSError, ValueError, TypeError, HoldfastError) as error:
+            # A line that JSON cannot have must not end the thread, and with it all further lines.
             self._report_once(f"{self._journal.path}: {error}")
 
     def _write(self, lines: list[str]) -> None:

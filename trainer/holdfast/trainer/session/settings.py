@@ -8,6 +8,7 @@ with their sources, and warns if one that the program gives loses.
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -74,6 +75,8 @@ def choose(key: str, argument: Given, default: int | str = AUTO) -> Setting:
     own = argument
     if not isinstance(own, Argument):
         own = None if own is None else Argument(own, written.PROGRAM)
+    if own is not None:
+        own = replace(own, value=_plain(own.value))
     if text := os.environ.get(written.OF_PROGRAM[key]):
         # Longer digits are no number of steps, and `int` refuses very long ones.
         is_count = text.isascii() and text.isdecimal() and len(text) < DIGITS_MAX
@@ -82,6 +85,14 @@ def choose(key: str, argument: Given, default: int | str = AUTO) -> Setting:
     if own is not None:
         return Setting(key, own.value, own.source)
     return Setting(key, default, written.DEFAULT)
+
+
+def _plain(given: Any) -> Any:
+    """Return a number of another library, such as NumPy's, as one that JSON can have."""
+    try:
+        return given if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        return given
 
 
 def _source_of(key: str) -> str:
