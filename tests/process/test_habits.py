@@ -372,6 +372,9 @@ def test_the_best_value_is_replaced_after_nan(tmp_path: Path) -> None:
         found.append((own.session.best["step"], step))
     assert found == [(1, 1), (2, 2), (2, 3), (2, 4)]
     own.session.close()
+    for name in ("step", "time"):
+        with pytest.raises(SpecError, match="no metric can have this name"):
+            Training(tmp_path / "other", best=(name, "min"))
 
 
 @pytest.mark.more

@@ -384,6 +384,8 @@ def test_names_to_include_and_exclude_are_names(tmp_path: Path) -> None:
     for title, names in near.items():
         with pytest.raises(KeyMismatchError, match=rf"{title} 'model.*no key.*did you mean model"):
             loaded(**{title: names}, strict=False)
+    with pytest.raises(KeyMismatchError, match=r"did you mean model\.1 or"):
+        loaded(exclude="model.1.*")
     with pytest.raises(KeyMismatchError, match=r"did you mean model\.0\.weight"):
         loaded(rename={"model.0.wait": "model.0.weight"})
     for title, value in {

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.contracts.errors import SpecError
+from holdfast.trainer.metrics import RESERVED
 
 BETTER: Final = ("min", "max")
 # Those of `torch.manual_seed`.
@@ -89,6 +90,8 @@ def check_best(best: object) -> None:
         raise _wrong("best", best, wanted)
     if len(best) != 2 or not isinstance(best[0], str) or best[1] not in BETTER:
         raise SpecError(f"best={best!r}: expected {wanted}")
+    if best[0] in RESERVED:
+        raise SpecError(f"best={best!r}: no metric can have this name, so there is no best value")
 
 
 def whole(value: Any, name: str, *, least: int = 0, most: int = COUNT_MAX) -> int:

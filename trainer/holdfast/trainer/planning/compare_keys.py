@@ -65,7 +65,8 @@ class Selection:
         It is raised too if `exclude` leaves nothing to load.
         """
         unmet = [
-            f"{title} {name!r}: no key has this name{_nearest(name, known)}"
+            # A name here needs no `.*`, so the nearest ones are shown without it.
+            f"{title} {name!r}: no key has this name{_nearest(name.removesuffix(_ALL), known)}"
             for title, names in (("include", self.include), ("exclude", self.exclude))
             for name in names
             if not (name in _PARTS or name in known or any(_lies_under(key, name) for key in known))
