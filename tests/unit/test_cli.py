@@ -402,7 +402,8 @@ def test_logs_shows_the_requested_rank(call: Call, ended_run: RunPaths) -> None:
     assert call("logs", "kelp", "--rank", 1).out == "hello from 1\n"
     reported = call("logs", "kelp", "--rank", 1, "--json").json
     assert reported["logs"][0]["text"] == "hello from 1\n"
-    assert "attempt 1, rank 9: no output" in call("logs", "kelp", "--rank", 9).err
+    missing = call("logs", "kelp", "--rank", 9)
+    assert (missing.status, "no rank 9: attempt 1 has 2 ranks" in missing.err) == (3, True)
     assert call("logs", "kelp", "--attempt", 3).status == 3
 
 

@@ -22,7 +22,9 @@ from holdfast.cli.shared.index import locate_run, look_at, secrets_in
 from holdfast.cli.shared.output import AsJson, RootOption, answer, echo, to_json_text, warn
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.disk.rank_logs import RankLog, choose_attempt, rank_logs
-from holdfast.contracts.plain_text import plain_output
+from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.plain_text import counted, plain_output
+from holdfast.contracts.records.attempt import Request, read_document
 from holdfast.contracts.redaction import read_masked
 
 FOLLOW_S_MAX: Final = 366 * 24 * 3600.0
@@ -340,6 +342,11 @@ def _follow(
 
 
 def _list_other_logs(attempt: AttemptPaths, rank: int | None) -> None:
+    """List what there is instead. Raises `NotFoundError` if the attempt has no such rank."""
+    request = read_document(Request, attempt.request)
+    if rank is not None and request is not None and rank >= request.world_size:
+        ranks = counted(request.world_size, "rank")
+        raise NotFoundError(f"no rank {rank}: attempt {attempt.number} has {ranks}")
     from holdfast.workers.runs.restarts import job_logs
 
     places = dict.fromkeys((attempt.logs, job_logs(attempt)))
