@@ -136,6 +136,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
         ("spec.toml", 'name = "a"\ncommand == 3', "line 2"),
         ("spec.yaml", "name: a\ncommand: [x\nother: 1", "at line 3"),
         ("spec.yaml", "- 1\n- 2\n", "contains a list; expected a table"),
+        ("spec.yaml", "# nothing yet\n", "contains nothing; expected a table"),
         ("spec.yaml", "name: !!python/object/apply:os.getcwd []\n", "not YAML"),
     ],
 )

@@ -214,8 +214,18 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["checkpoint.mirror", "'elsewhere' has no effect", "'file:///copies'"],
     ),
     (
+        {"checkpoint": {"mirror": "s3:///bucket/copies"}},
+        ["checkpoint.mirror 's3:///bucket/copies'", "names no bucket", "'s3://bucket/copies'"],
+    ),
+    (
         {"launch": {"python": "./venv/bin/python", "wrapper": ["apptainer", "exec", "x.sif"]}},
         ["launch.python './venv/bin/python'", "launch.wrapper"],
+    ),
+    ({"environment": {"LOCAL_WORLD_SIZE": "2"}}, ["environment.LOCAL_WORLD_SIZE: torchrun sets"]),
+    ({"environment": {"MASTER_ADDR": SECRET}}, ["environment.MASTER_ADDR: torchrun sets"]),
+    (
+        {**WITHOUT_TORCHRUN, "environment": {"NODE_RANK": "1"}},
+        ["environment.NODE_RANK: the node's agent sets"],
     ),
 ]
 
@@ -229,6 +239,9 @@ ACCEPTED: list[dict[str, Any]] = [
     {"resources": {"executor": "slurm", "time_limit_min": 2}},
     {**ON_SLURM, "elastic": {"choices": [2], "min_gpus": 2, "max_gpus": 4, "on_preemption": [2]}},
     {"checkpoint": {"interval": 50, "snapshots": 30, "mirror": "file:///copies"}},
+    # Without torchrun, nobody sets a rank. With it, nobody sets the number of nodes.
+    {**WITHOUT_TORCHRUN, "environment": {"RANK": "0", "WORLD_SIZE": "1"}},
+    {"environment": {"NNODES": "2", "TORCHELASTIC_HEALTH_CHECK_PORT": "8080"}},
     # The timeout applies at the last place, so these do not contradict each other.
     {
         "resources": {"executor": "slurm", "fallbacks": [{"partition": "prod", "after_min": 30}]},
@@ -325,3 +338,16 @@ def test_a_relative_python_starts_at_the_working_directory(tmp_path: Path) -> No
     inside = {**launch, "container": ["--container-image=x"]}
     with pytest.raises(SpecError, match=r"launch\.python"):
         load_spec({**table, **ON_SLURM, "launch": inside}, base=tmp_path)
+
+
+def test_a_relative_wrapper_starts_at_the_working_directory(tmp_path: Path) -> None:
+    launch = {"working_directory": "code", "wrapper": ["./bind.sh", "--near", "./gpu"]}
+    table = {"name": "kelp", "command": ["train.py"]}
+    spec = load_spec({**table, "launch": launch}, base=tmp_path)
+    assert spec.launch.wrapper == (str(tmp_path / "code/bind.sh"), "--near", "./gpu")
+    named = load_spec({**table, "launch": {**launch, "wrapper": ["numactl"]}}, base=tmp_path)
+    assert named.launch.wrapper == ("numactl",)
+    # In a container, it is a path of the image.
+    inside = {**launch, "container": ["--container-image=x"]}
+    kept = load_spec({**table, **ON_SLURM, "launch": inside}, base=tmp_path)
+    assert kept.launch.wrapper[0] == "./bind.sh"

@@ -433,6 +433,13 @@ def test_preflight_reports_every_problem_at_once(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 2
 
 
+def test_preflight_finds_a_missing_wrapper_of_this_machine(tmp_path: Path) -> None:
+    launch = {"working_directory": str(tmp_path), "wrapper": ["no-such-numactl"]}
+    with pytest.raises(PreflightError, match=r"launch\.wrapper no-such-numactl: no such command"):
+        preflight.check(spec_of(launch=launch), tmp_path / "root")
+    preflight.check(spec_of(launch={**launch, "wrapper": ["env"]}), tmp_path / "root")
+
+
 def test_preflight_finds_a_missing_program_and_module(tmp_path: Path) -> None:
     spec = spec_of(launch={"working_directory": str(tmp_path)})
     with pytest.raises(PreflightError, match=r"t\.py is not a file under"):

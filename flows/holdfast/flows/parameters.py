@@ -354,14 +354,18 @@ def load_spec(
 def resolve_directory(spec: RunSpec, folder: Path) -> RunSpec:
     """Return `spec` with an absolute working directory, with links resolved as by `os.getcwd`.
 
-    The path of a Python interpreter becomes absolute too, from that directory. Its links stay,
-    because a virtual environment is one. In a container, the path is one of the image.
+    The paths of a Python interpreter and of a wrapper become absolute too, from that directory.
+    Their links stay, because a virtual environment is one. In a container, the interpreter's path
+    is one of the image.
     """
     directory = (folder / Path(spec.launch.working_directory).expanduser()).resolve()
-    changed = {"working_directory": str(directory)}
-    python, launch = spec.launch.python, spec.launch
-    if "/" in python and not (launch.container or launch.wrapper):
+    changed: dict[str, Any] = {"working_directory": str(directory)}
+    python, launch, wrapper = spec.launch.python, spec.launch, spec.launch.wrapper
+    if "/" in python and not (launch.container or wrapper):
         changed["python"] = str(directory / Path(python).expanduser())
+    # A supervisor starts a job's wrapper from another directory.
+    if wrapper and "/" in wrapper[0] and not launch.container:
+        changed["wrapper"] = (str(directory / Path(wrapper[0]).expanduser()), *wrapper[1:])
     found = spec.model_copy(update={"launch": launch.model_copy(update=changed)})
     # A directory that nobody wrote counts as a default, although it is absolute now, see
     # decision 88.
@@ -396,7 +400,8 @@ def read_spec_file(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise SpecError(f"{path}: nested too deep; expected a run spec") from error
     if not isinstance(table, dict):
-        raise SpecError(f"{path}: contains a {type(table).__name__}; expected a table of keys")
+        kind = {type(None): "nothing", list: "a list"}.get(type(table), "a single value")
+        raise SpecError(f"{path}: contains {kind}; expected a table of keys")
     return table
 
 

@@ -522,6 +522,36 @@ def _saves(spec: Sections, written: _Written) -> Iterator[str]:
             f"name, so {host.netloc!r} has no effect; for a directory that all nodes share, write "
             f"'file://{host.path}'"
         )
+    if host.scheme in {"s3", "s3a"} and not host.netloc:
+        yield (
+            f"checkpoint.mirror {spec.checkpoint.mirror!r}: it names no bucket; write "
+            f"'{host.scheme}:/{host.path}'"
+        )
+
+
+def _variables(spec: Sections, written: _Written) -> Iterator[str]:
+    """Environment variables that each launch sets itself."""
+    launcher = spec.program.launcher
+    who = "torchrun" if launcher == "torchrun" else "the node's agent"
+    for name in written.get("environment", {}):
+        if name in _SET_AT_LAUNCH[launcher]:
+            yield (
+                f"environment.{name}: {who} sets it at each launch, so this value would be lost; "
+                "leave it out"
+            )
+
+
+_MEETING: Final = {"MASTER_ADDR", "MASTER_PORT"}
+_SET_AT_LAUNCH: Final[Mapping[str, set[str]]] = {
+    "torchrun": {
+        *_MEETING,
+        *(f"{of}RANK" for of in ("", "LOCAL_", "GROUP_", "ROLE_")),
+        *(f"{of}WORLD_SIZE" for of in ("", "LOCAL_", "GROUP_", "ROLE_")),
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+        *("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"),
+    },
+    "none": {*_MEETING, "NNODES", "NODE_RANK"},
+}
 
 
 def _consumers(spec: Sections, written: _Written) -> Iterator[str]:
@@ -550,6 +580,7 @@ _CONTRADICTIONS: Final[tuple[Callable[[Sections, _Written], Iterable[str]], ...]
     _counts,
     _places,
     _images,
+    _variables,
     _saves,
     _consumers,
 )

@@ -443,8 +443,9 @@ class Launch(SpecPart):
     wrapper: tuple[str, ...] = Field(
         default=(),
         description='command that starts the job on each node, such as `["numactl", '
-        '"--interleave=all"]` or `["apptainer", "exec", "--nv", "image.sif"]`. `python` and its '
-        "arguments follow",
+        '"--interleave=all"]` or `["apptainer", "exec", "--nv", "/shared/image.sif"]`. `python` '
+        "and its arguments follow. The command's own path may start at the working directory. "
+        "Those in its arguments must be absolute",
     )
     network_interface: (
         Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]{0,14}$")] | None

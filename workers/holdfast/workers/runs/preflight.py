@@ -115,7 +115,7 @@ def _program_problems(spec: RunSpec) -> list[str]:
     python = spec.launch.python or sys.executable
     if spec.launch.container or spec.launch.wrapper:
         # The interpreter and its modules are in an image that only the job can see.
-        return []
+        return _wrapper_problems(spec)
     if shutil.which(python) is None:
         if spec.launch.setup:
             return []
@@ -133,6 +133,14 @@ def _program_problems(spec: RunSpec) -> list[str]:
     elif not (directory / spec.command[0]).is_file():
         problems.append(_script_problem(spec.command[0], directory))
     return problems + _module_problems(python, modules, directory)
+
+
+def _wrapper_problems(spec: RunSpec) -> list[str]:
+    # On a cluster, only the nodes may have it.
+    command = next(iter(spec.launch.wrapper), "")
+    if spec.resources.executor != "local" or shutil.which(command):
+        return []
+    return [f"launch.wrapper {command}: no such command; give its name on PATH, or its path"]
 
 
 def is_python(word: str) -> bool:
