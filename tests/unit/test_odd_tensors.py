@@ -51,6 +51,15 @@ def test_one_element_with_a_stride_is_loaded(saved: Path) -> None:
     load_with_dcp(state, checkpoint_id=saved, no_dist=True)
 
 
+def test_a_name_that_is_not_utf_8_is_loaded(tmp_path: Path) -> None:
+    """Programs keep tensors by the names of files."""
+    name = os.fsdecode(b"caf\xe9.bin")
+    save_with_dcp({name: torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    state = {name: torch.zeros(2)}
+    load_state(tmp_path / "c", state, group=None)
+    assert state[name].tolist() == [1.0, 1.0]
+
+
 def test_a_sparse_target_is_refused_by_name(saved: Path) -> None:
     state = {"w": torch.zeros(6).to_sparse(), "one": torch.zeros(1)}
     with pytest.raises(CheckpointError, match=r"w: its layout is torch\.sparse_coo"):

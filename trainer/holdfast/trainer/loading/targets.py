@@ -156,7 +156,7 @@ def collect(
         if isinstance(entry, dcp.BytesStorageMetadata):
             place = _place(key, table, 0)
             wants.numbers[key] = _want_whole(wants, place)
-            wants.distinct[digest_of(key.encode())] = place.length
+            wants.distinct[digest_of(key.encode(errors="surrogatepass"))] = place.length
             continue
         for piece in _pieces_of(key, value, entry, table):
             if devices.is_streamed(piece.part.local.device):
@@ -282,7 +282,9 @@ def _want_piece(wants: Wants, piece: Piece, *, is_raw: bool) -> None:
     """
     part, item_bytes = piece.part, piece.part.dtype.itemsize
     name = f"{part.key} {piece.box.offsets} {piece.box.sizes}"
-    wants.distinct[digest_of(name.encode())] = prod(piece.box.sizes) * item_bytes
+    wants.distinct[digest_of(name.encode(errors="surrogatepass"))] = (
+        prod(piece.box.sizes) * item_bytes
+    )
     if is_raw:
         for series in series_between(piece.saved, part.wanted, item_bytes):
             wants.add(piece.info.relative_path, series.moved(piece.info.offset), part.target)

@@ -110,7 +110,7 @@ class NeighbourLink:
 
     def fail(self, problem: str) -> None:
         """Pass a problem on, and close this end."""
-        self._last(_Kind.FAILED, problem.encode())
+        self._last(_Kind.FAILED, problem.encode(errors="backslashreplace"))
 
     def close(self) -> None:
         """Close this process's descriptor only."""

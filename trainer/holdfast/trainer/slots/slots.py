@@ -361,7 +361,7 @@ class Slot:
 
     def fail(self, reason: str) -> None:
         """Record that the step in this slot did not become durable, and why."""
-        content = reason.encode()[:ERROR_BYTES_MAX]
+        content = reason.encode(errors="backslashreplace")[:ERROR_BYTES_MAX]
         self._map[_ERROR_AT : _ERROR_AT + len(content)] = content
         self._words[_Word.ERROR_BYTES] = len(content)
         self.state = SlotState.FAILED
