@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from holdfast.trainer.process.program import program_argv
 from holdfast.trainer.process.standby import AGENT_STORE, changed_variables
 from holdfast.trainer.rank_start import set_up_interpreter
 from holdfast.workers.agent.launch.command import place_environment
+from holdfast.workers.agent.launch.warm_standby import StandbyPlan, free_port
 
 # Preload a small module instead of the large libraries, to save time.
 STANDBY = """
@@ -141,3 +143,34 @@ def test_variables_that_the_standby_must_have_at_its_start_are_compared(
     now: dict[str, str], expected: list[str]
 ) -> None:
     assert changed_variables(now, {"OMP_NUM_THREADS": "1", "HOME": "/root"}) == expected
+
+
+def test_without_a_free_port_there_is_no_standby_and_training_continues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notes: list[str] = []
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        supervision = SimpleNamespace(
+            standby_after_s=0.0, restarts_in_place=3, port_range=range(port, port + 1)
+        )
+        request = SimpleNamespace(supervision=supervision)
+        context: Any = SimpleNamespace(request=request, nodes_of_job=1)
+        plan = StandbyPlan(context, lambda: "127.0.0.1", notes.append)
+        monkeypatch.setattr(plan, "_may_load_ahead", lambda: True)
+        trained: Any = SimpleNamespace(completed=5, resumed=0)
+        plan.look([], [], [trained], 0)
+        plan.look([], [], [trained], 0)
+    (note,) = notes
+    assert note.startswith(f"no warm standby: no port of {port}-{port} is free for torchrun")
+
+
+def test_a_port_whose_last_connection_has_just_ended_is_free() -> None:
+    """The kernel keeps the connection for a minute, on the side that closes first."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = server.accept()
+            accepted.close()
+            assert client.recv(1) == b""
+    assert free_port(range(port, port + 1)) == port

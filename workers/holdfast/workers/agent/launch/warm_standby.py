@@ -23,7 +23,7 @@ from typing import Final
 import psutil
 
 from holdfast.contracts.disk.journal import EventKind, read_journal
-from holdfast.contracts.errors import AgreementError
+from holdfast.contracts.errors import AgreementError, HoldfastError
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.guard import descendants
 from holdfast.workers.agent.launch.command import Handles, log_directory, place_environment
@@ -83,7 +83,12 @@ class StandbyPlan:
             return
         address = ""
         if self._context.nodes_of_job == 1:
-            self._port, address = free_port(supervision.port_range), self._address()
+            try:
+                self._port, address = free_port(supervision.port_range), self._address()
+            except HoldfastError as error:
+                # Training continues without one.
+                self._note(f"no warm standby: {error}")
+                return
         for node in (*spares, *reversed(nodes)):
             node.prepare(self._number + 1, address, self._port)
 
@@ -111,10 +116,13 @@ def free_port(ports: range | None) -> int:
     """
     for port in [0] if ports is None else random.sample(ports, len(ports)):
         with socket.socket() as probe, contextlib.suppress(OSError):
+            # As torch's store does. Else a port counts as taken for a minute after its last use.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
             return int(probe.getsockname()[1])
+    tried = "any" if ports is None else f"{ports.start}-{ports.stop - 1}"
     raise AgreementError(
-        f"no port in {ports} is free for torchrun; give supervision.ports a larger range"
+        f"no port of {tried} is free for torchrun; give supervision.ports a larger range"
     )
 
 
