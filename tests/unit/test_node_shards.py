@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import datasets
 import pytest
 import torch
 from tests.unit.test_streams import alone, check_resumes, flat, read
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -348,3 +349,133 @@ def test_a_dataset_with_a_state_continues_after_a_stop_at_the_end_of_an_epoch(
     for until in (steps - 1, steps, 2 * steps):
         name = f"until {until}"
         assert launch(name, until) + launch(name, 100) == whole
+
+
+class Uneven(Counting):
+    """The first worker has fewer samples. At its end, each sets its state back to the start."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        last = 8 if info is None or info.id else 3
+        while self.at < last:
+            self.at += 1
+            yield self.at
+        self.at = 0
+
+
+def of_uneven(start: str = "fork", **more: Any) -> Any:
+    return StatefulDataLoader(Uneven(), num_workers=2, multiprocessing_context=start, **more)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(of_uneven, batch_size=2),
+        partial(of_uneven, batch_size=None),
+        partial(of_uneven, batch_size=2, snapshot_every_n_steps=3),
+        partial(of_uneven, "spawn", batch_size=2),
+    ],
+    ids=["batches", "samples", "rare states", "spawned"],
+)
+def test_a_worker_that_has_ended_gives_nothing_after_a_resume(make: Any, tmp_path: Path) -> None:
+    whole = launches(make, tmp_path / "whole", [100])
+    steps = len(whole) // 2
+    assert launches(make, tmp_path / "run", [steps - 1, steps, 100]) == whole
+
+
+def launches(make: Any, folder: Path, stops: list[int]) -> list[Any]:
+    """Train for two epochs, in a launch up to each of the stops. Return the batches."""
+    given = list[Any]()
+    for until in stops:
+        loader = make()
+        options: dict[str, Any] = {"directory": folder, "per_rank": {"loader": loader}}
+        with Session(torch.nn.Linear(1, 1), snapshots="off", interval=100, **options) as session:
+            given += batches_until(session, loader, until)
+    return given
+
+
+def batches_until(session: Session, loader: Any, until: int) -> Iterator[Any]:
+    for _ in session.epochs(2):
+        for batch in session.batches(loader):
+            yield batch.tolist() if hasattr(batch, "tolist") else batch
+            if session.step + 1 == until:
+                return
+
+
+class Prompt(Counting):
+    """Begins again when it is iterated over, and not with the first sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.at, self.is_restored = self.at * self.is_restored, False
+        return self._rest()
+
+    def _rest(self) -> Iterator[int]:
+        while self.at < 8:
+            self.at += 1
+            yield self.at
+
+
+def of_nodes(rare: int) -> Any:
+    counted = nodes.IterableWrapper(Prompt())
+    return nodes.Loader(nodes.Prefetcher(counted, 2, snapshot_frequency=rare))
+
+
+@pytest.mark.parametrize("rare", [1, 3])
+def test_a_pipeline_continues_in_the_epoch_after_a_stop_between_epochs(
+    rare: int, tmp_path: Path
+) -> None:
+    whole = launches(partial(of_nodes, rare), tmp_path / "whole", [100])
+    assert whole == [*range(1, 9)] * 2
+    assert launches(partial(of_nodes, rare), tmp_path / "run", [8, 9, 12, 100]) == whole
+
+
+def weighted(wrapped: Any, criterion: str) -> Any:
+    more: Any = {"rank": 0, "world_size": 1, "stop_criteria": criterion}
+    return nodes.MultiNodeWeightedSampler({"a": wrapped}, {"a": 1.0}, **more)
+
+
+@pytest.mark.parametrize(
+    ("data", "make", "problem"),
+    [
+        (Counting(), lambda one: nodes.Prefetcher(one, 2, snapshot_frequency=3), "Prefetcher"),
+        (Counting(), lambda one: weighted(one, "ALL_DATASETS_EXHAUSTED"), "WeightedSampler"),
+        (of_datasets(), lambda one: nodes.Prefetcher(one, 2), "reads a stream of datasets"),
+    ],
+)  # fmt: skip
+def test_a_pipeline_whose_state_has_no_start_of_an_epoch_is_refused(
+    data: Any, make: Any, problem: str, tmp_path: Path
+) -> None:
+    loader = nodes.Loader(make(nodes.IterableWrapper(data)))
+    with pytest.raises(CheckpointError, match=problem):
+        Session(torch.nn.Linear(1, 1), directory=tmp_path, per_rank={"loader": loader})
+
+
+@pytest.mark.parametrize(
+    ("data", "make"),
+    [
+        (Counting(), lambda one: nodes.Prefetcher(one, 2)),
+        (Counting(), lambda one: weighted(one, "CYCLE_FOREVER")),
+        (Prompt(), lambda one: nodes.Prefetcher(one, 2, snapshot_frequency=3)),
+    ],
+)
+def test_other_pipelines_of_data_with_a_state_are_accepted(
+    data: Any, make: Any, tmp_path: Path
+) -> None:
+    loader = nodes.Loader(make(nodes.IterableWrapper(data)))
+    Session(torch.nn.Linear(1, 1), directory=tmp_path, per_rank={"loader": loader}).close()
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 1), (1, 0)])
+def test_another_number_of_workers_is_refused_with_the_nearest_way(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    def loader(workers: int) -> Any:
+        return StatefulDataLoader(Counting(), 2, num_workers=workers)
+
+    launches(partial(loader, before), tmp_path, [2])
+    with pytest.raises(
+        CheckpointError,
+        match=rf"had num_workers={before}, and now has num_workers={after}.*set it back to",
+    ):
+        launches(partial(loader, after), tmp_path, [100])

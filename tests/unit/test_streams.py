@@ -591,6 +591,32 @@ def test_a_loop_of_the_program_reports_a_loader_with_an_order_of_its_own(
     assert not train("in order", shuffle=False)
 
 
+def packed(loader: Any) -> Iterator[Any]:
+    """Rows of three samples, from batches of five."""
+    held: list[Any] = []
+    for batch in loader:
+        held += batch
+        while len(held) >= 3:
+            row, held = held[:3], held[3:]
+            yield row
+
+
+def in_part(loader: Any) -> Iterator[Any]:
+    return (batch for batch in loader if batch[0][1] % 2 == 0)
+
+
+def read_by(wrap: Any, folder: Path) -> list[Any]:
+    with Session(torch.nn.Linear(1, 1), directory=folder) as session:
+        loader = session.stream(numbered([20]), 5, collate_fn=list)
+        return list(session.batches(wrap(loader)))
+
+
+def test_a_batch_of_what_an_earlier_step_has_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="gave a batch without reading the stream"):
+        read_by(packed, tmp_path / "packed")
+    assert len(read_by(in_part, tmp_path / "in part")) == 2
+
+
 @pytest.mark.timeout(120)
 def test_arguments_of_a_stream_are_checked_before_the_first_step(tmp_path: Path) -> None:
     source = numbered([3, 4, 5])

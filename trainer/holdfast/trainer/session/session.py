@@ -403,7 +403,8 @@ class Session(StreamMethods):
         batches = iter(loader)
         if self._enter_loop(is_last=True):
             return
-        for number, batch in enumerate(batches, self._position.batches_before(parts, batches)):
+        first = self._position.batches_before(parts, batches)
+        for number, batch in enumerate(self._checked(loader, batches), first):
             loop.is_inside_step, loop.was_left = True, False
             try:
                 yield number, batch

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import get_all_start_methods
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from torch.utils.data import default_collate
 
@@ -21,6 +21,8 @@ from holdfast.trainer.streams.convert import StreamDataset, as_source, is_stream
 from holdfast.trainer.streams.loader import OF_WORKERS, StreamLoader, StreamOptions
 from holdfast.trainer.streams.mosaic import StreamingLoader, check_arguments
 from holdfast.trainer.streams.source import SHARDS_MAX, Source
+
+T = TypeVar("T")
 
 # Arguments that are passed on to torch's DataLoader.
 PASSED_ON: Final = (
@@ -44,7 +46,7 @@ class StreamMethods:
     _position: Position
     _ranks: ControlGroup
     _state: ProgramState
-    _has_stream = False
+    _streams: tuple[StreamLoader | StreamingLoader, ...] = ()
     _looked_in_step: frozenset[bool] = frozenset()
     _has_passed_boundary = False
 
@@ -130,7 +132,7 @@ class StreamMethods:
     ) -> StreamLoader | StreamingLoader:
         """Make a stream of which this rank reads `part` of `parts`, and let it continue."""
         made = self._make(source, options, part, parts)
-        self._has_stream = True
+        self._streams += (made,)
         self._report(made.note)
         self._report(_continued(self._state.streams, name, made))
         return made
@@ -140,11 +142,36 @@ class StreamMethods:
 
         Looked for once before the first step, and once in a step that the program ends itself.
         """
-        if self._has_stream or self._position.has_order or in_step in self._looked_in_step:
+        if self._streams or self._position.has_order or in_step in self._looked_in_step:
             return
         self._looked_in_step |= {in_step}
         if in_step or not self._position.has_begun:
             self._report(note_on_open_loaders(self._state.saves))
+
+    def _checked(self, loader: Iterable[T], batches: Iterator[T]) -> Iterator[T]:
+        """Return the batches of `loader`, checked if it is an iterator around streams."""
+        is_known = not self._streams or any(loader is made for made in self._streams)
+        if is_known or self._position.has_order or self._state.saves(loader):
+            return batches
+        return self._read_in_step(loader, batches)
+
+    def _read_in_step(self, loader: Iterable[T], batches: Iterator[T]) -> Iterator[T]:
+        """Yield batches. Raises `SpecError` if one comes from what an earlier step has read."""
+        before = self._places_in_streams()
+        for number, batch in enumerate(batches):
+            now = self._places_in_streams()
+            if number and now == before:
+                raise SpecError(
+                    f"this {type(loader).__name__} gave a batch without reading the stream, so it "
+                    "holds samples that no checkpoint has, and a resume would lose them. Let each "
+                    "batch come from what is read in its step: pack or regroup samples in a map "
+                    "with batched=True, in the source, or in collate_fn"
+                )
+            before = now
+            yield batch
+
+    def _places_in_streams(self) -> list[tuple[int, int]]:
+        return [(made.epoch, made.given) for made in self._streams]
 
     def _require_before_steps(self) -> None:
         if self._position.has_begun:

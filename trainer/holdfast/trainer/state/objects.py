@@ -32,8 +32,8 @@ from holdfast.trainer.state.torchdata_loaders import (
     check_kept_workers,
     check_samplers,
     check_stream_of_datasets,
-    copy_states_of,
     place_of,
+    prepare_workers,
     state_of,
 )
 
@@ -443,7 +443,7 @@ def _stateful(name: str, item: Any) -> Stateful:
         if is_of_one_rank(item):
             check_kept_workers(item)
             check_stream_of_datasets(item)
-            copy_states_of(item)
+            prepare_workers(item)
         stateful: Stateful = item
         return stateful
     kind = type(item).__name__

@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data._utils import fetch
 
 from holdfast.contracts.errors import CheckpointError
 
@@ -18,6 +20,9 @@ from holdfast.contracts.errors import CheckpointError
 _FETCHER: Final = "fetcher_state"
 _DATASET: Final = "dataset_state"
 _OF_ITERATOR: Final = "dataset_iter_state"
+_ENDED: Final = "fetcher_ended"
+_SNAPSHOT: Final = "_snapshot"
+_FINISHED: Final = "_iterator_finished"
 # Samplers of torch and torchdata that draw an order when their iteration begins. That of torchdata
 # 0.11 for several ranks does not save the epoch: https://github.com/meta-pytorch/data/issues/1513
 _DRAWING: Final = (
@@ -41,16 +46,83 @@ class _CopiedState:
         return copy.deepcopy(self._method())
 
 
-def copy_states_of(loader: Any) -> None:
-    """Let the workers of torchdata's loader send copies of its dataset's state.
+class _Fetcher(fetch._IterableDatasetFetcher):
+    """What a worker reads its samples by. Once it has ended, it stays so.
 
-    A worker reads on while the state is sent, and compares it with the one before. A dataset may
+    After a resume, torchdata 0.11 asks a worker that had read all its samples once more. A dataset
+    that sets its state back at the end of `__iter__` would give them again. Without a batch size,
+    torch does not note the end.
+    """
+
+    def __init__(self, had_ended: list[bool], *arguments: Any) -> None:
+        """`had_ended` has an item for the first iteration after a resume."""
+        self._has_ended = had_ended.pop() if had_ended else False
+        super().__init__(*arguments)
+
+    @property
+    def ended(self) -> bool:
+        return self._has_ended
+
+    @ended.setter
+    def ended(self, value: bool) -> None:
+        self._has_ended = self._has_ended or value
+
+    def fetch(self, possibly_batched_index: Any) -> Any:
+        try:
+            return super().fetch(possibly_batched_index)
+        except StopIteration:
+            self.ended = True
+            raise
+
+
+class _KeptEnds:
+    """A `worker_init_fn` after which a worker that had read all its samples gives no more."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._inner = loader, loader.worker_init_fn
+        self._ended: set[int] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers that are spawned. Others are forked with the loader."""
+        return {"_loader": None, "_inner": self._inner, "_ended": self._ended_workers()}
+
+    def __call__(self, worker: int) -> None:
+        ended = self._ended if self._loader is None else self._ended_workers()
+        package: Any = fetch
+        package._IterableDatasetFetcher = partial(_Fetcher, [worker in ended])
+        if self._inner is not None:
+            self._inner(worker)
+
+    def _ended_workers(self) -> set[int]:
+        states = _worker_states(self._loader.next_iter_state)
+        return {
+            int(name.rpartition("_")[2])
+            for name, state in states.items()
+            if (state.get(_FETCHER) or {}).get(_ENDED)
+        }
+
+
+def prepare_workers(loader: Any) -> None:
+    """Let the workers of torchdata's loader send states from which they can continue.
+
+    A worker reads on while a state is sent, and compares it with the one before. A dataset may
     return its own lists, as those of torchtitan do, so both would have changed by then.
     """
     dataset = getattr(loader, "dataset", None)
     method = getattr(dataset, "state_dict", None)
     if callable(method) and not isinstance(method, _CopiedState) and hasattr(dataset, "__dict__"):
         vars(dataset)["state_dict"] = _CopiedState(method)
+    is_read_by_workers = isinstance(dataset, IterableDataset) and getattr(loader, "num_workers", 0)
+    if is_read_by_workers and not isinstance(loader.worker_init_fn, _KeptEnds):
+        loader.worker_init_fn = _KeptEnds(loader)
+
+
+def _worker_states(state: Any) -> Mapping[str, Any]:
+    """Return the states of the workers by name, from the state of torchdata's loader."""
+    if not isinstance(state, Mapping):
+        return {}
+    found: Mapping[str, Any] = state.get(_SNAPSHOT, {}).get("_worker_snapshots", {})
+    return found
 
 
 def check_kept_workers(loader: Any) -> None:
@@ -64,8 +136,7 @@ def check_kept_workers(loader: Any) -> None:
     if (
         getattr(loader, "persistent_workers", False)
         and isinstance(dataset, IterableDataset)
-        and hasattr(dataset, "state_dict")
-        and inspect.isgeneratorfunction(type(dataset).__iter__)
+        and _begins_late(dataset)
     ):
         raise CheckpointError(
             f"this {type(loader).__name__} has persistent_workers, and {type(dataset).__name__} "
@@ -81,16 +152,17 @@ def check_stream_of_datasets(loader: Any) -> None:
     Such a stream begins at the restored place whenever it is iterated, until `set_epoch` is called
     with another number. Its state does not have what is in a shuffle buffer.
     """
-    dataset = getattr(loader, "dataset", None)
-    if isinstance(dataset, IterableDataset) and any(
-        kind.__module__.partition(".")[0] == "datasets" for kind in type(dataset).__mro__
-    ):
-        raise CheckpointError(
-            f"this {type(loader).__name__} reads a stream of datasets. After a resume, the next "
-            "epoch would begin at the place of the resume, and the samples of a shuffle buffer "
-            "would be left out. Give the stream to session.stream, or under Lightning to torch's "
-            "DataLoader"
-        )
+    nodes = pipeline_parts(getattr(loader, "root", None))
+    for dataset in (getattr(loader, "dataset", None), *(_iterable_of(node) for node in nodes)):
+        if isinstance(dataset, IterableDataset) and any(
+            kind.__module__.partition(".")[0] == "datasets" for kind in type(dataset).__mro__
+        ):
+            raise CheckpointError(
+                f"this {type(loader).__name__} reads a stream of datasets. After a resume, the "
+                "next epoch would begin at the place of the resume, and the samples of a shuffle "
+                "buffer would be left out. Give the stream to session.stream, or under Lightning "
+                "to torch's DataLoader"
+            )
 
 
 def place_of(item: Any, state: Any) -> Any:
@@ -99,19 +171,37 @@ def place_of(item: Any, state: Any) -> Any:
     With no workers, torchdata 0.11 does not let a dataset that has its state itself run to the end
     of an epoch whose last batch was saved. Many such datasets would then end the next epoch at
     once. So the dataset runs to that end here. It may have begun again there by itself, and then
-    has the state of a new one.
+    has the state of a new one. Raises `CheckpointError` for another number of workers.
     """
+    if hasattr(item, "restart_on_stop_iteration"):
+        # A loader of nodes would begin again within the epoch at whose end the checkpoint was
+        # made. torchdata 0.11 would then return the state of that end throughout the next one.
+        item.restart_on_stop_iteration = False
     if not is_stateful_loader(item) or not isinstance(state, Mapping):
         return state
+    _check_workers(item, state)
     dataset, fetcher = item.dataset, state.get(_FETCHER) or {}
-    saved = state.get(_DATASET)
-    if saved is None or fetcher.get(_OF_ITERATOR) is not None or not fetcher.get("fetcher_ended"):
+    saved, has_ended = state.get(_DATASET), fetcher.get(_ENDED) or state.get(_FINISHED)
+    if saved is None or fetcher.get(_OF_ITERATOR) is not None or not has_ended:
         return state
     if not _is_same(saved, dataset.state_dict()):
         dataset.load_state_dict(saved)
         for _ in dataset:
             pass
     return {**state, _DATASET: None}
+
+
+def _check_workers(loader: Any, state: Mapping[str, Any]) -> None:
+    if not state:
+        return
+    before = state.get(_SNAPSHOT, {}).get("_main_snapshot", {}).get("_num_workers", 0)
+    if loader.num_workers != before:
+        raise CheckpointError(
+            f"it had num_workers={before}, and now has num_workers={loader.num_workers}. Each "
+            "worker has a place of its own, so expected the same number; set it back to "
+            f"{before}, or give the stream or the dataset to a loader that continues with any "
+            "number: session.stream, or a DataLoader with session.sampler"
+        )
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -130,8 +220,7 @@ def _has_no_place(state: Any) -> bool:
     """
     if not isinstance(state, Mapping):
         return False
-    workers = state.get("_snapshot", {}).get("_worker_snapshots", {})
-    parts = list(workers.values()) or [state]
+    parts = list(_worker_states(state).values()) or [state]
     return any(part.get(_FETCHER) for part in parts) and not any(
         part.get(_DATASET) is not None or (part.get(_FETCHER) or {}).get(_OF_ITERATOR) is not None
         for part in parts
@@ -160,19 +249,49 @@ def state_of(item: Any) -> Any:
 
 
 def check_samplers(name: str, item: Any) -> None:
-    """Raise `CheckpointError` if a loader of torchdata's nodes draws an order that it cannot save.
+    """Raise `CheckpointError` if a loader of torchdata's nodes has a state without its place.
 
-    Such a loader resumes by reading on from the same number of samples of a new order.
+    Such a loader would resume by reading on from the same number of samples of a new order, or from
+    the end of an epoch in place of the next one's start.
     """
     if type(item).__module__.partition(".")[0] != "torchdata":
         return
-    for node in pipeline_parts(getattr(item, "root", None)):
+    nodes = list(pipeline_parts(getattr(item, "root", None)))
+    for node in nodes:
         if draws_unsaved_order(node):
             raise CheckpointError(
                 f"extra {name!r}: its {type(node).__name__} draws an order that its state does not "
                 "determine, so a resume would repeat and lose samples; use torch's "
                 "DistributedSampler, with num_replicas=1 for one rank"
             )
+    late = next((node for node in map(_iterable_of, nodes) if _begins_late(node)), None)
+    early = next(filter(_saves_start, nodes), None)
+    if late is not None and early is not None:
+        raise CheckpointError(
+            f"extra {name!r}: the __iter__ of {type(late).__name__} is a generator, so its state "
+            "at the start of an epoch is still that of the end of the one before. "
+            f"{type(early).__name__} saves it, and a resume would lose samples. Let __iter__ set "
+            "the state to the start and return an iterator"
+        )
+
+
+def _iterable_of(node: Any) -> Any:
+    """Return what a node wraps, or None."""
+    return getattr(node, "iterable", None)
+
+
+def _begins_late(iterable: Any) -> bool:
+    """Return True if an iterable with a state begins again with the first sample of an epoch."""
+    return hasattr(iterable, "load_state_dict") and inspect.isgeneratorfunction(
+        type(iterable).__iter__
+    )
+
+
+def _saves_start(node: Any) -> bool:
+    """Return True if the state of a node may have that of another one that has given nothing."""
+    if type(node).__name__ == "MultiNodeWeightedSampler":
+        return str(node.stop_criteria) != "CYCLE_FOREVER"
+    return getattr(node, "snapshot_frequency", 1) != 1
 
 
 def pipeline_parts(root: Any) -> Iterator[Any]:

@@ -52,6 +52,7 @@ _OTHER: Final = "expected steps of one sample each, such as map, decode and sele
 _INSTEAD: Final = {
     "_batched": _BATCHES,
     "DataLoader": "give session.stream the dataset, and num_workers",
+    "WebDataset": "give session.stream the WebDataset itself",
     "DirectoryShardList": "name the files: WebDataset(sorted(...), ...)",
     "FileCache": "leave cache_dir out: shards are read in part, from where they are",
     "ResampledShards": "give WebDataset the files without resampled, and session.stream "
@@ -196,7 +197,9 @@ def from_web_dataset(given: Any) -> WebDatasetStream:
     """Return a pipeline as a source. Raises `TypeError` for other objects of the package."""
     if not isinstance(getattr(given, "pipeline", None), list):
         raise TypeError(
-            f"source={type(given).__name__}: expected a webdataset.WebDataset or DataPipeline"
+            f"source={type(given).__name__}: expected a webdataset.WebDataset or DataPipeline. To "
+            "mix several, give one of them all tars, and open_shards to session.stream; or make a "
+            "stream of each, with its name"
         )
     return WebDatasetStream(given)
 

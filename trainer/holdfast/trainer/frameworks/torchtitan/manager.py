@@ -28,7 +28,7 @@ from holdfast.trainer.frameworks.torchtitan.settings import best_of, check, excl
 from holdfast.trainer.frameworks.torchtitan.streamed import stream_of
 from holdfast.trainer.loading.checkpoint import load_checkpoint
 from holdfast.trainer.state.objects import RankLimited
-from holdfast.trainer.state.torchdata_loaders import copy_states_of
+from holdfast.trainer.state.torchdata_loaders import prepare_workers
 from holdfast.trainer.streams.convert import why_inexact
 
 # What a checkpoint of a torchtitan trainer contains beside weights, optimizers and schedulers.
@@ -126,7 +126,7 @@ class LoaderState:
                     "Do the work of map and filter in sample_processor, and shuffle the data "
                     "before the run; or use a dataset with an index, or TokenDataLoader"
                 )
-        copy_states_of(loader)
+        prepare_workers(loader)
         self.was_restored = False
         # torchtitan pickles the state of torchdata's loader, which is plain data itself.
         kind = type(loader)
