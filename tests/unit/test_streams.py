@@ -514,7 +514,15 @@ def test_a_file_that_is_a_shard_is_noticed_if_its_size_changed(tmp_path: Path) -
     def node(name: str) -> Any:
         return nodes.IterableWrapper(read_lines(name))
 
-    for make in (lambda: Counted(names, read_lines), lambda: NodeShards(names, node)):
+    class OfFiles(Source):
+        def shards(self) -> list[str]:
+            return names
+
+        def open(self, shard: str, position: Any) -> Iterator[Any]:
+            return zip(read_lines(shard)[position or 0 :], range(1, 9), strict=False)
+
+    makes: list[Callable[[], Source]] = [OfFiles, lambda: Counted(names, read_lines)]
+    for make in [*makes, lambda: NodeShards(names, node)]:
         path.write_text("1\n2\n3\n")
         loader = alone(make(), batch=1)
         assert next(iter(loader)) == ["1"]

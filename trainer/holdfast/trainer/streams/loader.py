@@ -22,7 +22,7 @@ from holdfast.trainer.streams.division import (
     next_width,
 )
 from holdfast.trainer.streams.lanes import Delivery, Epoch, LaneData, Share
-from holdfast.trainer.streams.source import Source, names_of
+from holdfast.trainer.streams.source import Source, names_of, sized
 
 T = TypeVar("T")
 
@@ -130,7 +130,8 @@ class StreamLoader:
             options = replace(options, transform=_Both(finish, options.transform))
         self._source, self._options, self._names = source, options, tuple(names_of(source))
         self._part, self._parts, self._ranks = part, parts, ranks
-        self._digest = digest_of("\0".join(self._names).encode())
+        # A program's own source may name its files without their sizes.
+        self._digest = digest_of("\0".join(sized(self._names)).encode())
         self._reader: Iterator[Delivery] | None = None
         self._ahead: Delivery | None = None
         # Whether the ranks know if the epoch has another batch.

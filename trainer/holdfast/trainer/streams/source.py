@@ -89,8 +89,8 @@ class Source(ABC):
     def shards(self) -> Sequence[str]:
         """Return the name of each shard, the same on all ranks and after each restart.
 
-        A checkpoint records a digest of the names. Put what must not change into a name, such as
-        the size of the file.
+        A checkpoint records a digest of the names, and of the sizes of those that are files. Put
+        what else must not change into a name.
         """
 
     @abstractmethod
