@@ -16,16 +16,34 @@ from tests.support.runs import T0, RunFolder
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.leases import readers
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.records.attempt import Claim, read_document
-from holdfast.contracts.records.consumers import ConsumerState, Use, uses_in
+from holdfast.contracts.records.attempt import (
+    Claim,
+    Submission,
+    read_document,
+    write_document,
+)
+from holdfast.contracts.records.consumers import (
+    ConsumerOrder,
+    ConsumerOutcome,
+    ConsumerState,
+    Use,
+    needs_supervisor,
+    open_uses,
+    uses_in,
+)
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.records.reported import reported_metrics
 from holdfast.contracts.spec.consumers import Consumer
+from holdfast.contracts.states import AttemptState
 from holdfast.flows.parameters import load_spec
+from holdfast.workers.agent.guard import is_running
 from holdfast.workers.checkpoints import consumer_process, consumers, deletion
 from holdfast.workers.checkpoints.consumers import Consumers
 from holdfast.workers.decisions import consumers as decisions
 from holdfast.workers.decisions.consumers import CheckpointEvents, Due, find_due, find_startable
+from holdfast.workers.runs.request import build_request
+from holdfast.workers.schedulers.base import JobStatus
+from holdfast.workers.schedulers.local import LocalExecutor
 
 WAIT_S = 120.0
 REPORT = """
@@ -338,15 +356,20 @@ def test_a_start_without_a_process_is_closed_and_tried_again(
 
 
 def test_a_killed_process_is_lost_and_tried_again(tmp_path: Path) -> None:
-    wait = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.05)"
+    wait = (
+        "import os, time\nprint(os.getpid(), flush=True)\n"
+        "while not os.path.exists('go'): time.sleep(0.05)"
+    )
     world = World(tmp_path, python(wait))
     world.commit(10)
     world.tend()
-    world.until(lambda: read_document(Claim, world.paths.consumer(1).claim))
+    log = world.paths.consumer(1).log
+    world.until(lambda: log.exists() and log.read_text().endswith("\n"))
     claim = read_document(Claim, world.paths.consumer(1).claim)
     assert claim is not None
     os.kill(claim.pid, signal.SIGKILL)
     world.until(lambda: world.uses()[10].tries == 2)
+    assert not is_running(int(log.read_text())), "the command would work beside the next"
     (tmp_path / "go").touch()
     assert world.finish()[10].state is ConsumerState.DONE
 
@@ -369,6 +392,56 @@ def test_a_preempted_start_runs_again(tmp_path: Path) -> None:
     assert reasons == ["SIGTERM came, as when a job is preempted or cancelled"]
     (tmp_path / "go").touch()
     assert world.finish()[10].state is ConsumerState.DONE
+
+
+def test_what_was_preempted_is_tried_again_before_newer_checkpoints() -> None:
+    waiting = [use("eval", 20, "due", at=5.0), use("eval", 10, "failed", at=900.0)]
+    assert [one.step for one in open_uses(known(*waiting))] == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("ending", "state", "tries"),
+    [
+        # A process that ends within the time of grace ends its job as any other.
+        ("stopped", AttemptState.FAILED, 0),
+        ("stopped", AttemptState.PREEMPTED, 0),
+        ("failed", AttemptState.PREEMPTED, 0),
+        ("stopped", AttemptState.CANCELLED, 1),
+        ("failed", AttemptState.FAILED, 1),
+        ("stopped", None, 1),
+    ],
+)
+def test_a_preemption_does_not_count_as_a_try(
+    ending: str, state: AttemptState | None, tries: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    world = World(tmp_path, {"command": ["true"], "retries": 0})
+    world.commit(10)
+    start = world.paths.consumer(1)
+    start.directory.mkdir(parents=True)
+    order = ConsumerOrder(
+        consumer="eval", checkpoint=name_of(10), step=10, working_directory="/", timeout_s=9.0,
+        tries=1, is_job=True, created_at=T0,
+    )  # fmt: skip
+    history = load_history(world.paths)
+    write_document(start.order, order)
+    write_document(
+        start.request,
+        build_request(history.record, history.spec, attempt=1, gpus=1, reason="", created_at=T0),
+    )
+    write_document(start.submission, Submission(job_id="7", executor="local", submitted_at=T0))
+    facts = {"ending": ending, "reason": "SIGTERM came", "ended_at": T0}
+    write_document(start.outcome, ConsumerOutcome.model_validate(facts))
+    with JournalWriter(world.paths.journal_of("flow")) as journal:
+        line = {"consumer": "eval", "checkpoint": name_of(10), "step": 10, "start": 1, "tries": 1}
+        journal.append(EventKind.CONSUMER, **line, state="started", reason="")
+    status = JobStatus(state=state)
+    monkeypatch.setattr(LocalExecutor, "status", lambda *_, **__: status)
+    monkeypatch.setattr(consumers, "STATE_S", 0.0)
+    world.tend()
+    assert world.uses()[10].tries == tries
+    assert world.states(10)[-1] == ("given_up" if tries else "failed")
+    assert needs_supervisor(load_history(world.paths))
 
 
 def test_a_checkpoint_that_is_gone_is_given_up(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from holdfast.contracts.disk.visits import visit
 from holdfast.contracts.errors import HoldfastError, NotFoundError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.checkpoint_choice import choose_checkpoint
+from holdfast.contracts.records.consumers import needs_supervisor
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.checkpoints.trainer_call import ask_trainer, interpreter_of
@@ -189,7 +190,7 @@ def check_supervisors(root: Path) -> CheckResult:
 
 
 def _has_lost_supervisor(paths: RunPaths) -> bool:
-    return bool(supervisor_warning(paths)) and load_history(paths).state.is_live
+    return bool(supervisor_warning(paths)) and needs_supervisor(load_history(paths))
 
 
 def _named(runs: list[str]) -> str:

@@ -32,6 +32,7 @@ from holdfast.contracts.errors import reading_run
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records import saving
 from holdfast.contracts.records.alerts import FAILED_SAVES_MAX, failed_saves, noticed
+from holdfast.contracts.records.consumers import ConsumerState
 from holdfast.contracts.records.history import load_events, load_history
 from holdfast.contracts.records.known_damage import damaged_checkpoints
 from holdfast.contracts.records.orders import orders_of
@@ -241,13 +242,17 @@ def _render_settings(settings: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _warnings(run: Mapping[str, Any]) -> list[str]:
-    """Return the warnings of a live run about its grace period, supervisor and submission."""
+    """Return the warnings of a live run about its grace period, supervisor and submission.
+
+    One that has ended needs a supervisor for its open consumers only.
+    """
     from holdfast.workers.decisions.grace import warnings_of
     from holdfast.workers.runs.run_folders import read_record, why_not_submitted
 
     paths = RunPaths(Path(run["path"]))
     if not RunState(run["state"]).is_live or not has_spec(paths.directory):
-        return []
+        is_open = any(ConsumerState(one["state"]).is_open for one in run["consumers"])
+        return [warning for warning in [supervisor_warning(paths)] if warning and is_open]
     warnings = warnings_of(RunSpec.read(run["spec"]), paths)
     found = (supervisor_warning(paths), why_not_submitted(read_record(paths)))
     return warnings + [warning for warning in found if warning]

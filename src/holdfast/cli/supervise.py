@@ -17,8 +17,9 @@ from holdfast.cli.shared.output import AsJson, RootOption, answer, echo, warn
 from holdfast.contracts.disk.paths import RunPaths, default_root
 from holdfast.contracts.disk.visits import own_runs, visit
 from holdfast.contracts.errors import SpecError
+from holdfast.contracts.records.consumers import needs_supervisor
+from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.supervision import is_supervised, lost_supervisor
-from holdfast.contracts.states import RunState
 
 
 def supervise(
@@ -45,6 +46,8 @@ def supervise(
 ) -> None:
     """Start a supervisor for a live run that has none. A run that has one is not changed.
 
+    A run that has ended also needs one while consumers of its checkpoints are open.
+
     With --stay, one process supervises all your runs: those of now, those whose supervisor ends,
     and those that you submit later. Run it as a service of systemd, and runs survive a restart of
     the host. SIGTERM ends it, and the jobs continue.
@@ -59,7 +62,7 @@ def supervise(
     if bool(runs) == every:
         raise SpecError("supervise: expected RUNs, or --all for every live run under the root")
     if runs:
-        facts = [_start(paths, look_at(paths).state) for paths in locate_runs(runs, root)]
+        facts = [_start(paths, look_at(paths)) for paths in locate_runs(runs, root)]
     else:
         facts = _start_all(existing_root(root))
     answer(facts, as_json, _render)
@@ -113,8 +116,8 @@ def _start_all(root: Path) -> list[dict[str, Any]]:
     def start(paths: RunPaths) -> dict[str, Any] | None:
         if paths.directory.stat().st_uid != os.geteuid():
             return None
-        state = look_at(paths).state
-        return _start(paths, state) if state.is_live else None
+        history = look_at(paths)
+        return _start(paths, history) if needs_supervisor(history) else None
 
     facts = []
     for one in visit(own_runs(root), start):
@@ -125,11 +128,11 @@ def _start_all(root: Path) -> list[dict[str, Any]]:
     return facts
 
 
-def _start(paths: RunPaths, state: RunState) -> dict[str, Any]:
+def _start(paths: RunPaths, history: RunHistory) -> dict[str, Any]:
     from holdfast.flows.start import start_if_alone
 
-    facts: dict[str, Any] = {"run": paths.name, "state": state.value}
-    if not state.is_live or is_supervised(paths.flow_lock):
+    facts: dict[str, Any] = {"run": paths.name, "state": history.state.value}
+    if not needs_supervisor(history) or is_supervised(paths.flow_lock):
         return {**facts, "started": False, "warning": None}
     started = start_if_alone(paths)
     return {**facts, "started": started.is_new, **started.as_json(), "warning": started.warning}

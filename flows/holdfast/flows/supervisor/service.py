@@ -20,6 +20,7 @@ from holdfast.contracts.disk.file_locks import open_lock, wait_for_lock
 from holdfast.contracts.disk.paths import RUN_NAME, RunPaths
 from holdfast.contracts.disk.visits import own_runs, visit
 from holdfast.contracts.errors import RunConflictError
+from holdfast.contracts.records.consumers import needs_supervisor
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.flows.supervisor.carry import carry
@@ -129,7 +130,7 @@ class SupervisorService:
         return found
 
     def _look(self, paths: RunPaths) -> None:
-        """Supervise the run if it is live and has no supervisor."""
+        """Supervise the run if it needs a supervisor and has none."""
         name = paths.name
         if name in self._threads and self._threads[name].is_alive():
             return
@@ -149,11 +150,11 @@ class SupervisorService:
         self._threads[name].start()
 
     def _is_live(self, paths: RunPaths) -> bool:
-        """Return whether a run is live. One that has ended is read again if its files change."""
+        """Return whether a run needs one. If it does not, it is read again if its files change."""
         stamp = _stamp(paths)
         if stamp == self._ended.get(paths.name):
             return False
-        is_live = load_tallied(paths).state.is_live
+        is_live = needs_supervisor(load_tallied(paths))
         # The files may have changed since. Then the next look reads the run again.
         self._ended[paths.name] = () if is_live else stamp
         return is_live

@@ -22,6 +22,7 @@ from holdfast.contracts.disk.paths import ConsumerPaths
 from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import ForeignFileError, SpecError
 from holdfast.contracts.records.attempt import Document
+from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.reported import read_number, require_metrics
 
 METRICS_BYTES_MAX: Final = 1 << 20
@@ -119,9 +120,16 @@ def use_in(facts: Mapping[str, Any], at: float) -> Use | None:
 
 
 def open_uses(uses: Mapping[tuple[str, str], Use]) -> list[Use]:
-    """Return what still needs its checkpoint, in the order in which it became due."""
+    """Return what still needs its checkpoint, by step: what is tried again is not the last."""
     found = [one for one in uses.values() if one.state.is_open]
-    return sorted(found, key=lambda one: (one.at, one.consumer, one.step))
+    return sorted(found, key=lambda one: (one.step, one.checkpoint, one.consumer))
+
+
+def needs_supervisor(history: RunHistory) -> bool:
+    """Return whether a run is live, or has ended and still has open consumers."""
+    if history.state.is_live:
+        return True
+    return bool(open_uses(uses_in(history.lines.of_kinds(EventKind.CONSUMER))))
 
 
 def read_metrics(paths: ConsumerPaths) -> dict[str, float]:

@@ -91,7 +91,9 @@ class Consumer(SpecPart):
         "afterwards. None: the checkpoint itself",
     )
     retries: Annotated[int, Field(ge=0, le=100)] = Field(
-        default=2, description="further tries after a failure, a time limit or a preemption"
+        default=2,
+        description="further tries after a failure or a time limit. A job that Slurm preempted is "
+        "tried again in any case",
     )
     timeout_min: Annotated[float, Field(gt=0, le=60 * 24 * 30)] = Field(
         default=60.0, description="minutes after which the command is killed, and has failed"

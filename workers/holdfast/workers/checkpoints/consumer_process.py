@@ -8,6 +8,7 @@ the checkpoint, limits the command's time and output, and at the end writes the 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -50,6 +51,9 @@ NICE: Final = 10
 # Waits for a flow run. Only `flows` imports Prefect.
 FLOW_RUN: Final = "holdfast.flows.consumer_flow_run"
 REASON_CHARACTERS: Final = 500
+# Found here, because the child after a fork may not load libraries.
+_PRCTL: Final = ctypes.CDLL(None).prctl
+_PR_SET_PDEATHSIG: Final = 1
 # Set by people, not by an agent.
 _KEPT: Final = frozenset(
     {"HOLDFAST_HOME", "HOLDFAST_DATABASE_URL", environment.S3_ENDPOINT, environment.PAGE_URL}
@@ -86,8 +90,11 @@ class _Work:
         return self.paths.run.checkpoint(self.order.checkpoint)
 
 
-def run(path: Path) -> str:
-    """Run the consumer whose `order.json` is at `path`, unless it was claimed; return the end."""
+def run(path: Path) -> tuple[bool, str]:
+    """Run the consumer whose `order.json` is at `path`, unless it was claimed.
+
+    Return False if it did not succeed, and how it ended as text.
+    """
     paths = ConsumerPaths(path.parent)
     order = read_document(ConsumerOrder, paths.order)
     if order is None:
@@ -95,7 +102,7 @@ def run(path: Path) -> str:
     stop = _StopSignal()
     stop.install()
     if not _claim(paths):
-        return f"start {paths.number} belongs to another process"
+        return True, f"start {paths.number} belongs to another process"
     try:
         outcome = _run(_Work(paths, order, load_identity(paths.run)[1], stop))
     except _StoppedError as error:
@@ -103,7 +110,8 @@ def run(path: Path) -> str:
     except (HoldfastError, OSError, ValueError) as error:
         outcome = ConsumerOutcome.failed(str(error))
     create_document(paths.outcome, outcome)
-    return f"{outcome.ending}: {outcome.reason}" if outcome.reason else outcome.ending
+    text = f"{outcome.ending}: {outcome.reason}" if outcome.reason else outcome.ending
+    return outcome.ending == "done", text
 
 
 def _claim(paths: ConsumerPaths) -> bool:
@@ -179,6 +187,7 @@ def _run_command(work: _Work, path: Path) -> ConsumerOutcome:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        preexec_fn=_die_with_parent,
     )
     assert process.stdout is not None
     copy = threading.Thread(
@@ -202,6 +211,11 @@ def _run_command(work: _Work, path: Path) -> ConsumerOutcome:
     if order.deployment is None or found.ending == "done":
         return found
     return found.model_copy(update={"reason": _last_line(work.paths.log) or found.reason})
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill the command if this process is killed. A new start follows."""
+    _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _command_of(work: _Work) -> tuple[list[str], str]:
@@ -288,7 +302,10 @@ def _environment(work: _Work, path: Path) -> dict[str, str]:
 def main(path: Path) -> None:
     with contextlib.suppress(OSError):
         os.nice(NICE)
-    print(run(path), flush=True)
+    is_done, text = run(path)
+    print(text, flush=True)
+    # Slurm's records of the job then say so, too.
+    sys.exit(0 if is_done else 1)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from holdfast.contracts.records.known_damage import damaged_checkpoints
 from holdfast.contracts.records.reported import report, with_reported
 from holdfast.contracts.spec.consumers import Consumer
 from holdfast.contracts.spec.keep_rules import ranked
-from holdfast.contracts.states import Cause
+from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.checkpoints.trainer_call import NEUTRAL_FOLDER
 from holdfast.workers.decisions import consumers
 from holdfast.workers.nodes.processes import ProcessName, end_processes, find_process, is_alive
@@ -62,6 +62,11 @@ PROCESS: Final = "holdfast.workers.checkpoints.consumer_process"
 CLAIM_S: Final = 60.0
 # How long the outcome of a process that has ended may take to appear on another host.
 OUTCOME_S: Final = 10.0
+# How long a job may take to end after its process.
+STATE_S: Final = 60.0
+_AFTER_A_SIGNAL: Final = frozenset(
+    {AttemptState.PREEMPTED, AttemptState.COMPLETED, AttemptState.FAILED}
+)
 # Beyond its own time limits, a process that does not end is killed after this.
 STUCK_S: Final = 600.0
 
@@ -268,12 +273,32 @@ class Consumers:
                 order = read_document(ConsumerOrder, paths.order)
                 claim = read_document(Claim, paths.claim)
                 outcome = self._lost(paths, order, claim)
+            is_preempted = outcome is not None and self._was_preempted(paths, outcome)
         except errors.SchedulerUnavailableError:
             raise
         except errors.HoldfastError as error:
             outcome = ConsumerOutcome.failed(f"its records cannot be read: {error}")
-        if outcome is not None:
+            is_preempted = False
+        if outcome is not None and is_preempted is not None:
+            # A preemption is no failure, and does not count as a try.
+            use = replace(use, tries=use.tries - is_preempted)
             self._end(use, consumer, outcome, uses, journal)
+
+    def _was_preempted(self, paths: ConsumerPaths, outcome: ConsumerOutcome) -> bool | None:
+        """Return whether the scheduler preempted a job, or None while that is unknown.
+
+        A job that ends by itself after the signal of a preemption does not end as preempted.
+        """
+        request = read_document(Request, paths.request)
+        submission = read_document(Submission, paths.submission)
+        if outcome.ending == "done" or request is None or submission is None:
+            return False
+        executor = executor_for(request.executor)
+        state = executor.status(request, submission, since=outcome.ended_at).state
+        if state is not None and state.is_terminal:
+            was_stopped = outcome.ending == "stopped"
+            return state in (_AFTER_A_SIGNAL if was_stopped else {AttemptState.PREEMPTED})
+        return None if self._waited(paths.number, "state") < STATE_S else False
 
     def _lost(
         self, paths: ConsumerPaths, order: ConsumerOrder | None, claim: Claim | None
