@@ -51,6 +51,22 @@ OTHER_NAMES: Final = (
 )
 # Each text contains S or a token of a known form, which must be redacted.
 SECRET_TEXTS: Final = (
+    f"machine hub login ann account lab password {S}",
+    f'"source": ["os.environ[\\"OPENAI_KEY\\"] = \\"{S}\\"\\n"]',
+    f'{{"msg": "first\\ntoken={S}\\nlast"}}',
+    f"- name: DB_PASSWORD\n  value: {S}",
+    f'[{{"name": "DB_PASSWORD", "value": "{S}"}}]',
+    f'<add key="Password" value="{S}" />',
+    f"requests.get(url, auth=('ann', '{S}'))",
+    f"HTTPBasicAuth('ann', '{S}')",
+    f"docker login -u ann -p {S} registry",
+    f"aws configure set aws_secret_access_key {S}",
+    f"X-Vault-Token: {S}",
+    f"password: !!str '{S}'",
+    f"smtp_password => {S}",
+    f'db_password = "{S}',
+    f"bind_pw={S} S3_CREDS={S}",
+    f"key=Bearer%20{S}{S}",
     f"export HF_TOKEN={S}",
     f'export HF_TOKEN="{S}"; python train.py',
     f"MYSQL_PWD={S} mysql -u root",
@@ -154,6 +170,10 @@ SHOWN_BESIDE: Final = (
     (f"curl -u me:{S} https://x", "https://x"),
 )
 PLAIN_TEXTS: Final = (
+    "- name: num_tokens\n  value: 4096",
+    "score_pass 12 of 15, tokens_seen 1048576",
+    'C:\\new\\tokenizer: "gpt2',
+    "pw=0.5 first_pass=12",
     "Basic authentication is not supported, Bearer authentication is",
     "METRIC_KEY=eval_accuracy",
     "export SORT_KEY=step_10",

@@ -580,7 +580,7 @@ class AskMetrics(Body):
     metrics: Annotated[
         dict[
             Annotated[str, Field(min_length=1, max_length=200)],
-            float | Literal["nan", "inf", "-inf"],
+            Annotated[float, Field(allow_inf_nan=False)] | Literal["nan", "inf", "-inf"],
         ],
         Field(min_length=1, max_length=1000),
     ]

@@ -46,22 +46,22 @@ AROUND_BYTES: Final = 20 * 1024
 # Names whose value is hidden whatever it is. The words of the name are in lower case.
 _SECRET_NAME: Final = _pattern(
     r"token|.*(?:password|passwd|secret|apikey)s?"
-    r"|(?:.*_)?(?:pwd|passphrase|jwt|dsn|credential|authtoken|accesskey|secretkey)s?"
+    r"|(?:.*_)?(?:pwd|passphrase|jwt|dsn|cred|credential|authtoken|accesskey|secretkey)s?"
     r"|(?:.*_)?(?:api|access|secret|private|ssh|signing|encryption|account|auth|service|license"
     r"|deploy|storage|master|wandb|openai|anthropic|huggingface|hf|comet|neptune|aws|azure|gcp"
     r"|github|gitlab)_keys?"
     r"|(?:.*_)?authorization|(?:set_)?cookies?"
     r"|(?:.*_)?(?:api|access|auth|oauth|refresh|bearer|session|security|hf|gh|github|gitlab|wandb"
-    r"|slack|bot)_tokens?|(?:.*_)?key_data"
+    r"|slack|bot)_tokens?|x_(?:.*_)?token|(?:.*_)?key_data"
     r"|(?:.*_)?(?:db|user|mysql|pg|postgres|smtp|redis|ssh|mail|admin|root|proxy|ftp|http|login"
-    r"|sudo)_pass"
+    r"|sudo|key)_pass"
     # `client_secret_value`, but not `client_secret_file`.
     r"|(?:.*_)?secret_(?:.*_)?(?!(?:file|path|dir|directory|folder|name|id|url|error)$)[a-z]+"
 )
 _SECRET_VARIABLE: Final = _pattern(r".+_(?:PASS|PAT|AUTH|TOKEN)")
 # Names whose value is hidden if it looks random: `HF_TOKENS`, `OPENAI_KEY` and `hf_token`, but also
 # `max_tokens`, `METRIC_KEY` and `pad_token`.
-_PERHAPS_SECRET_NAME: Final = _pattern(r"(?:.*_)?tokens|.+_token|auth")
+_PERHAPS_SECRET_NAME: Final = _pattern(r"(?:.*_)?(?:tokens|pass|(?:bind)?pw)|.+_token|auth")
 _PERHAPS_SECRET_VARIABLE: Final = _pattern(r".+_KEY")
 # The value of such a variable is also hidden if it is one long word, such as a password, except for
 # names and words of a choice. Several words, as in `eval_accuracy`, are a choice too.
@@ -76,10 +76,21 @@ _LONG_WORD: Final = _pattern(
 # `prefect_secret` is the key of a reference, and its value is a name.
 _NO_SECRET: Final = frozenset(("PWD", "OLDPWD", "SSH_AUTH", "prefect_secret"))
 _WORD: Final = _pattern(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-# Assignments, including `os.environ["NAME"] = "…"`.
+# A whole word. In a string of a program, `\n` is an escape, which is not a part of the word.
+_BEGIN: Final = r"(?:(?<![A-Za-z0-9_.-])(?!(?<=\\)[nrt])|(?<=\\[nrt]))"
+# Assignments, including `os.environ["NAME"] = "…"`, those in a string, and a tag of YAML.
 _ASSIGNED: Final = _pattern(
-    r"(?<![A-Za-z0-9_.-])[_-]{0,2}(?P<name>[A-Za-z][A-Za-z0-9_.-]{0,99})"
-    r"""(?P<quote>["']?)\]?(?P<between>\s{0,3}[=:]\s{0,3})"""
+    rf"{_BEGIN}[_-]{{0,2}}(?P<name>[A-Za-z][A-Za-z0-9_.-]{{0,99}})"
+    r"""(?P<quote>\\{0,3}["']?)\]?(?P<between>\s{0,3}[=:]>?\s{0,3}(?:!{1,2}[a-z]{1,9}\s)?)"""
+)
+# `name: DB_PASSWORD, value: …`, as in the environment of a container.
+_PAIRED: Final = _pattern(
+    rf"{_BEGIN}(?P<name>[A-Za-z][A-Za-z0-9_.-]{{0,99}})"
+    r"""\\{0,3}["']?[\s,;]{1,40}\\{0,3}["']?value\\{0,3}["']?\s{0,3}[=:]\s{0,3}"""
+)
+# `aws configure set aws_secret_access_key …`
+_SPACED: Final = _pattern(
+    r"(?<!\S)(?P<name>[A-Za-z][A-Za-z0-9]{0,50}_[A-Za-z0-9_]{1,50})[ \t]{1,3}(?!\s)"
 )
 # `os.environ.setdefault("NAME", "…")`, and a command as a list of strings.
 _LISTED: Final = _pattern(
@@ -87,7 +98,11 @@ _LISTED: Final = _pattern(
     r"""\s{0,3},\s{0,3}(?=["'])"""
 )
 _OPTION: Final = _pattern(r"(?<!\S)--?(?P<name>[A-Za-z][A-Za-z0-9_-]{0,99})\s{1,3}(?!\s)")
-_QUOTED: Final = r""""[^"\n]{1,4096}"|'[^'\n]{1,4096}'"""
+# With quotes, those of a string in a string, or truncated.
+_QUOTED: Final = (
+    r""""[^"\n]{1,4096}(?:"|(?=\n)|\Z)|'[^'\n]{1,4096}(?:'|(?=\n)|\Z)"""
+    r"""|\\{1,3}"[^"\\\n]{1,4096}|\\{1,3}'[^'\\\n]{1,4096}"""
+)
 # A value without quotes ends at the end of its word. In a URL, it ends at the next parameter.
 _WORD_VALUE: Final = _pattern(rf"""{_QUOTED}|[^\s"']{{1,4096}}""")
 # A list or a table, which may be truncated. A reference contains no secret and is not hidden.
@@ -126,7 +141,7 @@ _WANDB_LOGIN: Final = _pattern(
 )
 # "Basic authentication" contains no secret.
 _BEARER: Final = _pattern(
-    r"\b(?i:bearer|basic)\s+(?!(?-i:[A-Z]?[a-z-]+)(?![A-Za-z0-9+/._~=-]))"
+    r"\b(?i:bearer|basic)(?:\s+|%20)(?!(?-i:[A-Z]?[a-z-]+)(?![A-Za-z0-9+/._~=-]))"
     r"(?P<value>[A-Za-z0-9+/._~-]{12,4096}=*)"
 )
 # A header ends with its line. In a string of a program, the line may end with an escape.
@@ -139,7 +154,8 @@ _QUOTED_HEADER: Final = _pattern(
     r"""(?P<value>[^\n"'\\]{4,4096})"""
 )
 _PASS_OPTION: Final = _pattern(
-    r"\b(?:sshpass\s{1,3}-p\s{0,3}|mysql[a-z]{0,9}\s(?:[^\n]{0,200}?\s)?-p)"
+    r"\b(?:sshpass\s{1,3}-p\s{0,3}|mysql[a-z]{0,9}\s(?:[^\n]{0,200}?\s)?-p"
+    r"|(?:docker|podman)\s{1,3}login\s(?:[^\n]{0,200}?\s)?-p\s{0,3})"
     r"""["']?(?P<value>[^\s"']{1,1024})"""
 )
 # The signature of a URL that gives access to an object, until it expires. Elsewhere, a long one.
@@ -155,7 +171,13 @@ _WEBHOOK: Final = _pattern(
 )
 # A line of ~/.netrc, or several.
 _NETRC: Final = _pattern(
-    r"(?i)\blogin\s{1,3}\S{1,256}\s{1,3}password\s{1,3}(?P<value>[^\s\"']{6,1024})"
+    r"(?i)\blogin\s{1,3}\S{1,256}\s{1,3}(?:account\s{1,3}\S{1,256}\s{1,3})?password\s{1,3}"
+    r"(?P<value>[^\s\"']{6,1024})"
+)
+# `auth=("ann", "…")` and `HTTPBasicAuth("ann", "…")`.
+_LOGIN_PAIR: Final = _pattern(
+    r"""(?i)auth\s{0,3}=?\s{0,3}\(\s{0,3}(?P<quote>["'])[^"'\n]{1,256}(?P=quote)\s{0,3},\s{0,3}"""
+    r"""["'](?P<value>[^"'\n]{1,1024})"""
 )
 _KNOWN: Final = _pattern(
     r"(?<![A-Za-z0-9])(?P<value>"
@@ -190,6 +212,7 @@ _RANDOM_PART: Final = _pattern(
 _BEFORE_PARAMETER: Final = frozenset("?&")
 _OPENING: Final = frozenset("[{")
 _QUOTES: Final = frozenset("\"'")
+_ESCAPES: Final = frozenset("nrt")
 # What is in every match of a pattern, in lower case or as it is. A test compares with the patterns.
 _PREFIXES: Final = (
     *("hf_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "sk-", "xox"),
@@ -202,7 +225,7 @@ _WEBHOOKS: Final = (
     *("hooks.slack.com/", "discord.com/api/", "discordapp.com/api/", "webhook.office.com/"),
     "api.telegram.org/",
 )
-_PASS_PROGRAMS: Final = ("sshpass", "mysql")
+_PASS_PROGRAMS: Final = ("sshpass", "mysql", "docker", "podman")
 _COLOUR: Final = _pattern(r"\x1b\[[0-9;]{0,20}m")
 _HEADERS: Final = ("authorization:", "x-api-key:", "cookie:")
 _LOGIN_PARTS: Final = ("-u", "-U", "--user", "--proxy-user")
@@ -212,7 +235,7 @@ _SAID_NAMES: Final = ("password", "passphrase", "token", "secret", "key")
 # The longest of these names, and the spaces after it.
 SAID_BEFORE_MAX: Final = 13
 _NAME_PARTS: Final = (
-    *("token", "pass", "secret", "key", "pwd", "jwt", "dsn", "credential", "auth", "cookie"),
+    *("token", "pass", "secret", "key", "pw", "jwt", "dsn", "cred", "auth", "cookie"),
 )
 _VARIABLE_PARTS: Final = ("PAT", "AUTH")
 _ODD_LETTERS: Final = str.maketrans({"\u0130": "i", "\u0131": "i", "\u017f": "s", "\u212a": "k"})
@@ -291,7 +314,7 @@ def redact(value: Any, secrets: Sequence[str] = ()) -> Any:
         return redact_text(value, secrets)
     if isinstance(value, Mapping):
         return {
-            key: HIDDEN if _is_hidden(str(key), one) else redact(one, secrets)
+            key: HIDDEN if _is_hidden(_name_of(key, value), one) else redact(one, secrets)
             for key, one in value.items()
         }
     if isinstance(value, list | tuple):
@@ -388,6 +411,7 @@ def _find(text: str, secrets: Sequence[str]) -> Iterator[tuple[int, int]]:
         (_SIGNED, _places(folded, _SIGNATURES)),
         (_WEBHOOK, _places(text, _WEBHOOKS)),
         (_NETRC, _places(folded, ("login",))),
+        (_LOGIN_PAIR, _places(folded, ("auth",))),
         (_URL, schemes),
         (_URL_TOKEN, schemes),
     ):
@@ -494,7 +518,8 @@ def _names(text: str, folded: str) -> list[int] | None:
         start = at - len(before) + len(before.rstrip(_NAME_CHARACTERS))
         # A longer word is no name.
         if start == 0 or start > at - NAME_CHARACTERS_MAX:
-            found.append(start)
+            is_escaped = text[max(0, start - 1) : start] == "\\" and text[start] in _ESCAPES
+            found.append(start + is_escaped)
         after = text[at : at + NAME_CHARACTERS_MAX]
         end = at + len(after) - len(after.lstrip(_NAME_CHARACTERS))
     return found
@@ -547,12 +572,17 @@ def _find_assigned(text: str, names: Sequence[int] | None) -> Iterator[tuple[int
 def _find_listed(text: str, names: Sequence[int] | None) -> Iterator[tuple[int, int]]:
     """Find the values that follow secret names in a list, and those of options."""
     quoted = options = None
+    for match in _matches(_SPACED, text, names):
+        span = _value_at(_WORD_VALUE, text, match.end())
+        if span and _judge(match["name"]) is _Name.SECRET and looks_random(text[slice(*span)]):
+            yield span
     if names is not None:
         after_quote = [at for at in names if text[max(0, at - 1) : at] in _QUOTES]
         quoted = sorted(at - back for at in after_quote for back in _CALL if at >= back)
         options = [at for at in names if text[at] == "-"]
+    paired = _matches(_PAIRED, text, names)
     listed = _matches(_LISTED, text, quoted)
-    for match in itertools.chain(listed, _matches(_OPTION, text, options)):
+    for match in itertools.chain(paired, listed, _matches(_OPTION, text, options)):
         judged = _judge(match["name"])
         if judged is _Name.PLAIN:
             continue
@@ -569,7 +599,11 @@ def _value_at(pattern: re.Pattern[str], text: str, place: int) -> tuple[int, int
     if found is None:
         return None
     start, end = found.span()
-    return (start + 1, end - 1) if text[start] in _QUOTES else (start, end)
+    while text[start] == "\\" and start + 1 < end:
+        start += 1
+    if text[start] not in _QUOTES:
+        return found.span()
+    return start + 1, end - (text[end - 1] == text[start])
 
 
 def _is_spoken(name: re.Match[str], value: str) -> bool:
@@ -592,6 +626,12 @@ def looks_random(value: str) -> bool:
 def _is_password(value: str) -> bool:
     """Return True for a text with a long word that is none of the usual choices."""
     return any(match["word"].lower() not in _CHOICES for match in _LONG_WORD.finditer(value))
+
+
+def _name_of(key: Any, table: Mapping[Any, Any]) -> str:
+    """Return the name of a value, which may be beside it: `{"name": "X", "value": "…"}`."""
+    beside = table.get("name", table.get("key")) if key == "value" else None
+    return beside if isinstance(beside, str) else str(key)
 
 
 def _is_hidden(name: str, value: Any) -> bool:
@@ -643,7 +683,7 @@ def _values_of(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, Mapping):
         for key, one in value.items():
             here = f"{place}.{key}" if place else str(key)
-            if _is_hidden(str(key), one):
+            if _is_hidden(_name_of(key, value), one):
                 yield from ((here, leaf) for leaf in _leaves(one))
             else:
                 yield from _values_of(one, here)
