@@ -63,7 +63,7 @@ HANGS: Final = (
         culprits=(1,),
         quotes=(
             "rank 1 is missing in all_reduce 1 of default_pg (0)",
-            "it has called no collective yet",
+            "its record has no call",
             "ranks 0, 2 wait at asleep_from_the_start (programs/hangs.py:53)",
         ),
     ),

@@ -43,7 +43,8 @@ TEXT_BYTES_MAX: Final = 1 << 20
 JSON_BYTES_MAX: Final = 8 << 20
 CHUNK_BYTES: Final = 1 << 20
 RECORDS_MAX: Final = 4096
-READ_S_MAX: Final = 120
+# For the records of a node, or of a whole job.
+READ_S_MAX: Final = 240
 GROUPS_MAX: Final = 64
 TRANSFERS_MAX: Final = 64
 RANKS_TEXT_MAX: Final = 1 << 20
@@ -147,8 +148,8 @@ def summarise(rank: int, record: Any) -> RankFlight:
         raise ValueError(f"{len(entries)} entries, expected {ENTRIES_MAX} or less")
     groups: dict[str, list[_Entry]] = {}
     transfers: dict[str, list[_Entry]] = {}
-    for entry in entries:
-        kept = transfers if _of(dict, entry)["is_p2p"] else groups
+    for entry in _without_finished_parts([_of(dict, entry) for entry in entries]):
+        kept = transfers if entry["is_p2p"] else groups
         kept.setdefault(_text(_group_of(entry)[0]), []).append(entry)
     members = _members(_of(dict, record.get("pg_config") or {}))
     found = [_group(name, calls, members.get(name, ())) for name, calls in groups.items()]
@@ -159,7 +160,7 @@ def summarise(rank: int, record: Any) -> RankFlight:
         for name, calls in transfers.items()
         for one in _transfers(name, calls, members.get(name, ()))
     ]
-    latest = max(entries, key=lambda entry: _whole(entry["record_id"]), default=None)
+    latest = max(entries, key=_order, default=None)
     return RankFlight(
         rank=rank,
         groups=tuple(found[:GROUPS_MAX]),
@@ -170,6 +171,36 @@ def summarise(rank: int, record: Any) -> RankFlight:
             for entry in entries
         ),
     )
+
+
+def _without_finished_parts(entries: list[_Entry]) -> list[_Entry]:
+    """Return the calls without the parts of finished coalesced calls whose end is left out.
+
+    With `TORCH_INCLUDE_ONLY_ACTIVE`, completed calls are left out, so the numbers of the others
+    have gaps. Of a finished coalesced call, the parts remain: PyTorch completes only its end.
+    """
+    ordered = sorted(entries, key=_order)
+    if not ordered or _order(ordered[-1]) - _order(ordered[0]) < len(ordered):
+        return ordered
+    known = {_order(entry) for entry in ordered}
+    runs = [list(run) for _, run in itertools.groupby(ordered, key=_coalesced_by)]
+
+    def lacks_end(run: list[_Entry]) -> bool:
+        end = run[-1]
+        is_part = _name(end) != COALESCED and (end["is_p2p"] or len(run) > 1)
+        return is_part and _order(end) + 1 not in known
+
+    kept = [entry for run in runs[:-1] if not lacks_end(run) for entry in run]
+    # The last transfer of a program without batches is open.
+    transfers = [run for run in runs[:-1] if run[-1]["is_p2p"]]
+    has_batches = any(lacks_end(run) or _name(run[-1]) == COALESCED for run in transfers)
+    is_open = not lacks_end(runs[-1]) or not (has_batches or len(runs[-1]) > 1)
+    return [*kept, *runs[-1]] if is_open else kept
+
+
+def _coalesced_by(call: _Entry) -> tuple[str, bool, int]:
+    """Return what the parts of a coalesced call have in common."""
+    return _text(_group_of(call)[0]), call["is_p2p"] is True, _number(call)
 
 
 def _members(config: _Entry) -> dict[str, tuple[int, ...]]:
@@ -222,9 +253,9 @@ def _transfers(name: str, calls: Sequence[_Entry], members: Sequence[int]) -> It
     done: dict[str, int] = {}
     for call in calls:
         if _is_done(call):
-            done[_name(call)] = max(done.get(_name(call), -1), _whole(call["record_id"]))
+            done[_name(call)] = max(done.get(_name(call), -1), _order(call))
     seen = set()
-    for call in sorted(calls, key=lambda call: _whole(call["record_id"])):
+    for call in sorted(calls, key=_order):
         what = _name(call)
         match = _TRANSFER.fullmatch(what)
         after = max(done.get(what, -1), done.get(COALESCED, -1))
@@ -245,6 +276,10 @@ def _is_done(call: _Entry) -> bool:
     """
     is_retired = call.get("retired") is True and _text(call["profiling_name"]).startswith(GLOO)
     return is_retired or call["state"] == COMPLETED
+
+
+def _order(call: _Entry) -> int:
+    return _whole(call["record_id"])
 
 
 def _sequence(call: _Entry) -> int:
@@ -270,7 +305,7 @@ def _call(entry: _Entry, state: str | None = None) -> CollectiveCall:
     """Return the call, with another `state` than that of the entry if one is given."""
     return CollectiveCall(
         sequence=_number(entry),
-        order=_whole(entry["record_id"]),
+        order=_order(entry),
         name=_name(entry),
         state=state or _text(entry["state"]),
         sizes=_sizes(entry.get("input_sizes") or []),
@@ -315,6 +350,6 @@ def _whole(value: Any) -> int:
 
 
 if __name__ == "__main__":
-    # A record that takes longer is not one of PyTorch's.
+    # Records that take longer are not PyTorch's.
     signal.alarm(READ_S_MAX)
     sys.exit(main(sys.argv[1:]))

@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 def _nothing(found: Sequence[RankFlight]) -> str:
     """Return why no rank is blamed."""
     if not found:
-        return "there is no flight record"
+        return "there is no flight record with this prefix; PyTorch's own is nccl_trace_rank_"
     if all(one.problem for one in found):
         return "no flight record could be read"
     return "the records show no open collective"

@@ -9,13 +9,12 @@ were read. Opcodes that neither DCP nor `torch.save` writes are refused.
 from __future__ import annotations
 
 import struct
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
-
-import torch
 
 from holdfast.trainer.process.collector import pause_collection
 
@@ -29,9 +28,7 @@ _NAME_BYTES_MAX: Final = 1000
 _CONTAINERS_FREE: Final = 1000
 _BYTES_PER_CONTAINER: Final = 8
 _PROTOCOL_MAX: Final = 5
-_SCALARS: Final[frozenset[type]] = frozenset(
-    {str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.layout}
-)
+_SCALARS: Final[frozenset[type]] = frozenset({str, int, float, complex, bool, bytes, type(None)})
 
 _U2: Final = struct.Struct("<H").unpack_from
 _U4: Final = struct.Struct("<I").unpack_from
@@ -82,7 +79,7 @@ def read_pickle(
     Raises `RefusedPickle`, or any `Exception` that `find`, a `Maker` or a `Build` raises.
     """
     with pause_collection():
-        return _Machine(chunks, find, builds, keys | _SCALARS, persistent, text_max).run()
+        return _Machine(chunks, find, builds, keys | _scalars(), persistent, text_max).run()
 
 
 class _Machine:
@@ -361,12 +358,24 @@ class _Machine:
         build(self._stack[-1], state)
 
 
+def _scalars(*tuples: str) -> frozenset[type]:
+    """Return the types that are cheap to hash, with those of torch that are named in `tuples`.
+
+    Without torch, a pickle has no values of its types. The import would take seconds.
+    """
+    torch = sys.modules.get("torch")
+    names = ("dtype", "layout", *tuples) if torch else ()
+    return _SCALARS.union(getattr(torch, name) for name in names)
+
+
 def is_cheap(key: Any) -> bool:
     """Return True for a key that is cheap to hash: a scalar, or a short tuple of scalars."""
-    return type(key) in _SCALARS or (
-        type(key) in {tuple, torch.Size}
-        and len(key) <= _KEY_ITEMS_MAX
-        and all(type(part) in _SCALARS for part in key)
+    if type(key) in _SCALARS:
+        return True
+    scalars, kind = _scalars(), type(key)
+    is_tuple = kind is tuple or kind in _scalars("Size") - scalars
+    return kind in scalars or (
+        is_tuple and len(key) <= _KEY_ITEMS_MAX and all(type(part) in scalars for part in key)
     )
 
 

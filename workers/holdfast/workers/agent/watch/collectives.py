@@ -116,7 +116,9 @@ def find_missing(
 
     `world_size` tells which ranks gave no record.
     """
-    known = {one.rank: one for one in records if not one.problem}
+    # The ranks of a job have the same setting, and a record may have no call that shows it.
+    is_timed = any(one.is_timed for one in records)
+    known = {one.rank: replace(one, is_timed=is_timed) for one in records if not one.problem}
     expected = range(world_size) if world_size else sorted(one.rank for one in records)
     silent = [rank for rank in expected if rank not in known]
     groups = _groups(known, expected)
@@ -259,7 +261,7 @@ def _why(did: flight.GroupFlight | None, record: flight.RankFlight | None) -> st
     if did is not None and did.first is not None:
         return f"{_text(did.first)} is unfinished there and finished elsewhere"
     if record.latest is None:
-        return "it has called no collective yet"
+        return "its record has no call"
     return f"never called, the last call is {_text(record.latest)}{_at(record.latest)}"
 
 
