@@ -124,3 +124,15 @@ def test_the_commands_show_consumers(served: Served) -> None:
     assert [one["state"] for one in told["consumers"]] == ["failed", "done", "due"]
     tree = CliRunner().invoke(app, ["lineage", "kelp", *root])
     assert f"{SECOND} · consumed by kelp:{SECOND}/eval" in tree.output
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "Infinity", "NaN", f"1{'0' * 400}"])
+def test_a_number_that_is_too_large_is_no_metric(api: httpx.Client, number: str) -> None:
+    """JSON's reader makes infinity of it. Infinity itself is text."""
+    answer = api.post(
+        f"/api/v1/checkpoints/kelp:{SECOND}/metrics",
+        content=f'{{"metrics": {{"accuracy": {number}}}}}',
+        headers={"Content-Type": "application/json"},
+    )
+    assert answer.status_code == 422
+    assert "metrics.accuracy" in answer.json()["message"]

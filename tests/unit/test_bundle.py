@@ -219,11 +219,18 @@ def test_what_consumers_printed_is_included_without_secrets(
         order = {"consumer": "eval", "parameters": {"api_token": "plainhubtoken"}}
         start.order.write_text(json.dumps(order))
         start.log.write_text(f"evaluation {number} got plainhubtoken\n")
+        start.logs.mkdir()
+        (start.logs / "7_0_log.err").write_text("no such python, plainhubtoken\n")
+        (start.logs / "7_submission.sh").write_text("srun\n")
+        (start.logs / ".link.sh").symlink_to(start.logs / "7_submission.sh")
     out = tmp_path / "out.tar.gz"
     assert call("bundle", "kelp", "--out", out).status == 0
     found = contents(out)
     assert found["consumers/0003/output.log"] == f"evaluation 3 got {13 * '*'}\n"
     assert json.loads(found["consumers/0002/order.json"])["consumer"] == "eval"
+    assert found["consumers/0003/logs/7_0_log.err"].startswith("no such python")
+    assert found["consumers/0003/logs/7_submission.sh"] == "srun\n"
+    assert ".link.sh" not in found["MANIFEST.json"]
     assert not [name for name in found if name.startswith("consumers/0001")]
     assert "only the newest 2 starts" in found["MANIFEST.json"]
     assert not [name for name, text in found.items() if "plainhubtoken" in text]

@@ -433,8 +433,8 @@ def test_a_preemption_does_not_count_as_a_try(
     facts = {"ending": ending, "reason": "SIGTERM came", "ended_at": T0}
     write_document(start.outcome, ConsumerOutcome.model_validate(facts))
     with JournalWriter(world.paths.journal_of("flow")) as journal:
-        line = {"consumer": "eval", "checkpoint": name_of(10), "step": 10, "start": 1, "tries": 1}
-        journal.append(EventKind.CONSUMER, **line, state="started", reason="")
+        line: dict[str, Any] = {"consumer": "eval", "checkpoint": name_of(10), "step": 10}
+        journal.append(EventKind.CONSUMER, **line, start=1, tries=1, state="started", reason="")
     status = JobStatus(state=state)
     monkeypatch.setattr(LocalExecutor, "status", lambda *_, **__: status)
     monkeypatch.setattr(consumers, "STATE_S", 0.0)

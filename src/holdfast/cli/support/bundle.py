@@ -41,6 +41,7 @@ FILES_OF_A_KIND_MAX: Final = 512
 ATTEMPTS_MAX: Final = 50
 CONSUMERS_MAX: Final = 50
 JOBS_MAX: Final = 20
+CONSUMER_JOBS_MAX: Final = 5
 SLURM_S: Final = 10.0
 # The newest attempts say why a run fails, so older ones have their documents and journals only.
 ATTEMPTS_WITH_LOGS: Final = 5
@@ -313,7 +314,7 @@ def make_bundle(paths: RunPaths) -> Bundle:
     _add_index(archive, paths)
     _add_journals(archive, paths, attempts)
     _add_slowness(archive, paths, attempts)
-    _add_slurm(archive, paths, attempts)
+    _add_slurm(archive, paths, [*consumers[:CONSUMER_JOBS_MAX][::-1], *attempts])
     _add_stacks_and_logs(archive, paths, attempts)
     _add_consumer_logs(archive, paths, consumers)
     unknown = unknown_secrets(record.spec, paths)
@@ -358,9 +359,10 @@ def _newest_consumers(paths: RunPaths) -> list[ConsumerPaths]:
 def _add_consumer_logs(
     archive: Archive, paths: RunPaths, consumers: Sequence[ConsumerPaths]
 ) -> None:
-    """Add the ends of what consumers printed."""
+    """Add the ends of what consumers and their jobs printed."""
     for one in consumers:
-        for path in (one.log, one.directory / "process.log"):
+        jobs = _listed(one.logs, "[!.]*.[eos]*")
+        for path in (one.log, one.directory / "process.log", *jobs):
             name = path.relative_to(paths.directory).as_posix()
             archive.add_end(name, path, CONSUMER_BYTES_MAX, below=paths.directory)
     older = paths.newest_consumer() - len(consumers)
@@ -442,7 +444,7 @@ def _add_slowness(archive: Archive, paths: RunPaths, attempts: list[AttemptPaths
             archive.leave_out(folder, f"GPUs of more than {GPU_NODES_MAX} nodes")
 
 
-def _add_slurm(archive: Archive, paths: RunPaths, attempts: list[AttemptPaths]) -> None:
+def _add_slurm(archive: Archive, paths: RunPaths, attempts: Sequence[AttemptPaths]) -> None:
     """Add what Slurm says about the newest jobs, until it does not answer."""
     from functools import partial
 
@@ -501,7 +503,8 @@ def _add_stacks_and_logs(archive: Archive, paths: RunPaths, attempts: list[Attem
             "*.out",
             "*.err",
             "*.log",
-            "*.sh",
+            # The others are links to it.
+            "[!.]*.sh",
             "node-*/*.log",
             "node-*/l*/torchrun.log",
         ):
