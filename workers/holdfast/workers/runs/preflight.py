@@ -136,9 +136,10 @@ def _program_problems(spec: RunSpec) -> list[str]:
 
 
 def _wrapper_problems(spec: RunSpec) -> list[str]:
-    # On a cluster, only the nodes may have it.
+    # On a cluster, only the nodes may have it. Set-up lines may change PATH.
     command = next(iter(spec.launch.wrapper), "")
-    if spec.resources.executor != "local" or shutil.which(command):
+    is_elsewhere = spec.resources.executor != "local" or spec.launch.setup
+    if is_elsewhere or shutil.which(command):
         return []
     return [f"launch.wrapper {command}: no such command; give its name on PATH, or its path"]
 
