@@ -247,9 +247,9 @@ def test_a_node_is_lost_after_it_has_listed_its_snapshots(
     said = [each.of_kind("failed") for each in others]
     assert committed(nodes.run) == [expected], said
     directory = RunPaths(nodes.run).checkpoint(str(CheckpointName(expected, 1, 1)))
-    for rank in range(NODES):
-        content = content_of(rank, expected)
-        assert (directory / f"__{rank}_0.distcp").read_bytes() == content
+    for number in range(NODES):
+        content = content_of(number, expected)
+        assert (directory / f"__{number}_0.distcp").read_bytes() == content
     assert not (directory / PARTS).exists()
 
 

@@ -312,6 +312,7 @@ class NodeGroup:
         The ranks of `launch` must have stopped.
         """
         going = [node for node in (*self._present(), *self.spares) if node.name in hosts]
+        facts: dict[str, Any] = {} if launch is None else {"launch": launch}
         for node in going:
             # Before it ends: a node that leads next must not take it for lost.
             self._journal.append(
@@ -320,7 +321,7 @@ class NodeGroup:
                 text=f"{node.name} takes no further part",
                 host=node.name,
                 released=node.number,
-                **({} if launch is None else {"launch": launch}),
+                **facts,
             )
             with contextlib.suppress(ConnectionError):
                 await_result(node.finish(), self._give_up_at())
