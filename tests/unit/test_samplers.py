@@ -328,3 +328,12 @@ def test_a_sampler_does_not_draw_for_each_step(monkeypatch: pytest.MonkeyPatch) 
     sampler = Run().position.sampler(10_000, 2, 100)
     assert len(list(sampler)) == 100
     assert len(drawn) == 1
+
+
+def test_ranks_with_different_seeds_are_refused() -> None:
+    """Each would draw from another order, so samples would repeat and others be left out."""
+    position = Position(
+        rank=1, world_size=2, seed=8, seeds=(7, 8), skips=(), former={}, completed=0
+    )
+    with pytest.raises(SpecError, match="rank 0 has 7 and rank 1 has 8"):
+        position.sampler(16, 8, 4)

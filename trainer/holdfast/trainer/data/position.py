@@ -34,6 +34,7 @@ class Position:
         rank: int,
         world_size: int,
         seed: int,
+        seeds: Sequence[int] = (),
         skips: tuple[SkipWindow, ...],
         former: Mapping[str, Any],
         completed: int,
@@ -43,10 +44,10 @@ class Position:
     ) -> None:
         """`epoch` is the epoch whose end was not complete when the checkpoint was saved.
 
-        `steps_in_epoch` of its steps were complete.
+        `steps_in_epoch` of its steps were complete. `seeds` are those of all ranks.
         `begins` is called before a sampler gives its first ids.
         """
-        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.rank, self.world_size, self.seed, self._seeds = rank, world_size, seed, tuple(seeds)
         self._skips, self._former, self.completed = skips, dict(former), completed
         # The current epoch of the program's loop, if it uses `Session.epochs`, and the number of
         # complete steps when it began.
@@ -194,6 +195,16 @@ class Position:
                 self._compare_with_former(order)
         return order
 
+    def common_seed(self) -> int:
+        """Return the seed. Raises `SpecError` if ranks have others: their samples would overlap."""
+        for rank, seed in enumerate(self._seeds):
+            if seed != self._seeds[0]:
+                raise SpecError(
+                    f"Session(seed=…): rank 0 has {self._seeds[0]} and rank {rank} has {seed}, so "
+                    "they would draw the samples in different orders; give all ranks the same seed"
+                )
+        return self.seed
+
     def _begin_order(self, samples: int, global_batch: int) -> DataOrder:
         """Return the order of a dataset. After a change of the global batch, it continues.
 
@@ -201,12 +212,10 @@ class Position:
         """
         if known := self._orders.get((samples, global_batch)):
             return known
-        former = self._order or self._restored_order
+        seed, former = self.common_seed(), self._order or self._restored_order
         if former is not None and former.samples == samples:
             return former.changed_at(self.next_step, global_batch)
-        return DataOrder(
-            samples=samples, global_batch=global_batch, seed=self.seed, skips=self._skips
-        )
+        return DataOrder(samples=samples, global_batch=global_batch, seed=seed, skips=self._skips)
 
     def _read_former(self) -> None:
         """Restore the orders that the checkpoint recorded, unless the seed has changed."""

@@ -215,6 +215,7 @@ class Session(StreamMethods):
             rank=self._context.data_part,
             world_size=self._context.data_parts,
             seed=self.seed,
+            seeds=self._ranks.gather(lambda: self.seed),
             skips=found.skips,
             former=found.data,
             completed=found.step,

@@ -112,7 +112,7 @@ class StreamMethods:
             batch_size = size if batch_size is global_batch is None else batch_size
         options = StreamOptions(
             batch=_batch(batch_size, global_batch, position.world_size),
-            seed=self.seed if seed is None else check_seed(seed),
+            seed=position.common_seed() if seed is None else check_seed(seed),
             shuffle=truth(shuffle, "shuffle"),
             buffer=whole(buffer, "buffer", most=BUFFER_MAX),
             open_shards=whole(open_shards, "open_shards", least=1, most=SHARDS_MAX),
