@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,6 +23,7 @@ from torchdata.stateful_dataloader import sampler as samplers
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.trainer import Session
 from holdfast.trainer.state import plain
+from holdfast.trainer.state.torchdata_loaders import prepare_workers
 from holdfast.trainer.streams import NodeShards
 from holdfast.trainer.streams.convert import as_source
 from holdfast.trainer.streams.loader import StreamLoader
@@ -363,8 +365,8 @@ class Uneven(Counting):
         self.at = 0
 
 
-def of_uneven(start: str = "fork", **more: Any) -> Any:
-    return StatefulDataLoader(Uneven(), num_workers=2, multiprocessing_context=start, **more)
+def of_uneven(**more: Any) -> Any:
+    return StatefulDataLoader(Uneven(), num_workers=2, **more)
 
 
 @pytest.mark.timeout(300)
@@ -374,14 +376,23 @@ def of_uneven(start: str = "fork", **more: Any) -> Any:
         partial(of_uneven, batch_size=2),
         partial(of_uneven, batch_size=None),
         partial(of_uneven, batch_size=2, snapshot_every_n_steps=3),
-        partial(of_uneven, "spawn", batch_size=2),
     ],
-    ids=["batches", "samples", "rare states", "spawned"],
+    ids=["batches", "samples", "rare states"],
 )
 def test_a_worker_that_has_ended_gives_nothing_after_a_resume(make: Any, tmp_path: Path) -> None:
     whole = launches(make, tmp_path / "whole", [100])
     steps = len(whole) // 2
     assert launches(make, tmp_path / "run", [steps - 1, steps, 100]) == whole
+
+
+def test_a_spawned_worker_gets_the_ends_of_the_saved_state() -> None:
+    loader = of_uneven(batch_size=2)
+    prepare_workers(loader)
+    ended = {"fetcher_state": {"fetcher_ended": True}}
+    loader.next_iter_state = {
+        "_snapshot": {"_worker_snapshots": {"worker_0": {}, "worker_1": ended}}
+    }
+    assert vars(pickle.loads(pickle.dumps(loader.worker_init_fn)))["_ended"] == {1}
 
 
 def launches(make: Any, folder: Path, stops: list[int]) -> list[Any]:
