@@ -303,7 +303,8 @@ def pipeline_parts(root: Any) -> Iterator[Any]:
             continue
         seen.add(id(node))
         yield node
-        for value in vars(node).values():
+        # A generator of torch has a state and no attributes.
+        for value in getattr(node, "__dict__", {}).values():
             waiting += value.values() if isinstance(value, dict) else [value]
 
 
