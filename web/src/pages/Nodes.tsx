@@ -37,7 +37,10 @@ function Faults({ host }: { host: string }) {
   const query = useFaults(host);
   const panel = useRef<HTMLElement>(null);
   // In a narrow window, the panel is above the table, far from the selected row.
-  useEffect(() => panel.current?.scrollIntoView({ block: "nearest" }), [host]);
+  useEffect(() => {
+    // Newer browsers return a promise, which is no function that ends an effect.
+    void panel.current?.scrollIntoView({ block: "nearest" });
+  }, [host]);
   return (
     <aside className="panel" aria-label={`Failures of ${host}`} ref={panel}>
       <div className="section-head">
