@@ -4,13 +4,16 @@ const NONE = "–";
 const BYTES = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const SPANS: [number, string][] = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 
+// The server's sentences have these digits, and a page with two kinds of digits is hard to read.
+const DIGITS = { numberingSystem: "latn" } as const;
+
 const formats = new Map<string, Intl.NumberFormat>();
 
 /** A number in the reader's own format. */
 function inLocale(value: number, options: Intl.NumberFormatOptions): string {
   const key = JSON.stringify(options);
   // Creating a format costs far more than using one.
-  const known = formats.get(key) ?? new Intl.NumberFormat(undefined, options);
+  const known = formats.get(key) ?? new Intl.NumberFormat(undefined, { ...DIGITS, ...options });
   formats.set(key, known);
   return known.format(value);
 }
@@ -31,7 +34,10 @@ export function figure(value: number | null | undefined): string {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1e4 && size < 1e7) return count(value);
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(2);
+  if (size >= 1e6 || size < 1e-3) {
+    return inLocale(value, { notation: "scientific", minimumFractionDigits: 2,
+      maximumFractionDigits: 2 });
+  }
   return inLocale(value, { maximumSignificantDigits: 4 });
 }
 
@@ -50,14 +56,14 @@ export function bytes(value: number | null | undefined): string {
 export function span(seconds: number | null | undefined): string {
   if (seconds == null || !Number.isFinite(seconds)) return NONE;
   if (seconds < 0) return `−${span(-seconds)}`;
-  if (seconds < 1) return seconds === 0 ? "0 s" : `${Math.max(1, Math.round(seconds * 1000))} ms`;
+  if (seconds < 1) return seconds === 0 ? "0 s" : `${count(Math.max(1, Math.round(seconds * 1000)))} ms`;
   if (seconds < 10) return `${inLocale(seconds, { maximumFractionDigits: 1 })} s`;
   let rest = Math.round(seconds);
   const words: string[] = [];
   for (const [size, unit] of SPANS) {
     const whole = Math.floor(rest / size);
     rest -= whole * size;
-    if (whole > 0 || words.length > 0) words.push(`${whole} ${unit}`);
+    if (whole > 0 || words.length > 0) words.push(`${count(whole)} ${unit}`);
     if (words.length === 2) break;
   }
   return words.filter((word) => !word.startsWith("0 ")).join(" ");
@@ -69,32 +75,42 @@ export function relative(then: number, now: number): string {
   const size = Math.abs(seconds);
   if (size < 5) return "just now";
   const [unit, word] = SPANS.find(([unit]) => size >= unit) ?? [1, "s"];
-  const text = `${Math.floor(size / unit)} ${word}`;
+  const text = `${count(Math.floor(size / unit))} ${word}`;
   return seconds >= 0 ? `${text} ago` : `in ${text}`;
 }
 
-const DATE_AND_TIME = new Intl.DateTimeFormat(undefined,
-  { dateStyle: "medium", timeStyle: "medium" });
-const EXACT = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "long" });
-const MINUTES = new Intl.DateTimeFormat(undefined, { timeStyle: "short" });
-const SECONDS = new Intl.DateTimeFormat(undefined, { timeStyle: "medium" });
-const DAY_AND_TIME = new Intl.DateTimeFormat(undefined,
+const dateFormat = (options: Intl.DateTimeFormatOptions) =>
+  new Intl.DateTimeFormat(undefined, { ...DIGITS, ...options });
+const DATE_AND_TIME = dateFormat({ dateStyle: "medium", timeStyle: "medium" });
+const EXACT = dateFormat({ dateStyle: "medium", timeStyle: "long" });
+const MINUTES = dateFormat({ timeStyle: "short" });
+const SECONDS = dateFormat({ timeStyle: "medium" });
+const DAY_AND_TIME = dateFormat(
   { month: "numeric", day: "numeric", hour: "numeric", minute: "numeric" });
-const TENTHS = new Intl.DateTimeFormat(undefined,
+const TENTHS = dateFormat(
   { hour: "numeric", minute: "2-digit", second: "2-digit", fractionalSecondDigits: 1 });
 
+const RIGHT_TO_LEFT = /[\u0590-\u08ff\u200f]/;
+
+/** A time in its own direction: in a sentence from left to right, parts of a date from right to left
+    would change their places. */
+function timeIn(format: Intl.DateTimeFormat, then: number): string {
+  const text = format.format(then);
+  return RIGHT_TO_LEFT.test(text) ? `\u2068${text}\u2069` : text;
+}
+
 /** Date, time and time zone in the reader's own format. The time is local. */
-export const exact = (then: number): string => EXACT.format(then);
+export const exact = (then: number): string => timeIn(EXACT, then);
 /** The same without the time zone. */
-export const dateAndTime = (then: number): string => DATE_AND_TIME.format(then);
+export const dateAndTime = (then: number): string => timeIn(DATE_AND_TIME, then);
 /** The time of day, for an axis of hours. */
-export const timeOfDay = (then: number): string => MINUTES.format(then);
+export const timeOfDay = (then: number): string => timeIn(MINUTES, then);
 /** The time of day, for an axis that may be of seconds. */
-export const secondOfDay = (then: number): string => SECONDS.format(then);
+export const secondOfDay = (then: number): string => timeIn(SECONDS, then);
 /** The day of the year and the time, for an axis of more than a day. */
-export const dayAndTime = (then: number): string => DAY_AND_TIME.format(then);
+export const dayAndTime = (then: number): string => timeIn(DAY_AND_TIME, then);
 /** The time of day with its tenths of a second. */
-export const tenths = (then: number): string => TENTHS.format(then);
+export const tenths = (then: number): string => timeIn(TENTHS, then);
 
 export function percent(ratio: number | null | undefined): string {
   if (ratio == null || !Number.isFinite(ratio)) return NONE;
