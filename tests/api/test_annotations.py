@@ -73,6 +73,8 @@ def test_what_cannot_be_is_refused_with_the_reason(api: httpx.Client) -> None:
     assert "nothing to change" in post(api, "/runs/gpt/annotate", 422)["message"]
     both = post(api, "/runs/gpt/annotate", 422, add=["a"], remove=["a"])
     assert "not both" in both["message"]
+    odd = post(api, "/runs/gpt/annotate", 422, add=["\u0633\u0631"])
+    assert "expected a tag of 1 to 64 letters (A to Z)" in odd["message"]
     hidden = post(api, "/runs/gpt/annotate", 422, note="a\u202eb")
     assert "character '\\u202e' at position 2" in hidden["message"]
     gone = post(api, "/checkpoints/gpt:step-00000001.a0001.l01/annotate", 404, add=["a"])

@@ -19,9 +19,13 @@ from holdfast.lineage.queries import durability, reports, views
 from holdfast.workers.checkpoints import exports
 
 TOKEN_CHARACTERS_MAX: Final = 200
+TAG_SHOWN_MAX: Final = 200
 
 T = TypeVar("T")
-Tag = Annotated[str, Field(pattern=f"^{TAG.pattern}$")]
+# Annotating refuses other tags, in words that a person understands.
+Tag = Annotated[
+    str, Field(max_length=TAG_SHOWN_MAX, json_schema_extra={"pattern": f"^{TAG.pattern}$"})
+]
 
 
 class Page(BaseModel, Generic[T]):

@@ -21,8 +21,8 @@ def problem_with_tag(tag: object) -> str | None:
     if isinstance(tag, str) and TAG.fullmatch(tag):
         return None
     return (
-        f"{ascii(tag)[:_SHOWN]}: expected a tag of 1 to {TAG_CHARACTERS_MAX} letters, digits, '-', "
-        "'_', '.' and '/', starting with a letter or digit"
+        f"{ascii(tag)[:_SHOWN]}: expected a tag of 1 to {TAG_CHARACTERS_MAX} letters (A to Z), "
+        "digits, '-', '_', '.' and '/', starting with a letter or digit"
     )
 
 
