@@ -1,12 +1,14 @@
 // What needs a person, on top of the list of runs: grouped by kind, with who acknowledged it.
+import { useDialogStore } from "@ariakit/react";
 import { Link } from "@tanstack/react-router";
+import { useState } from "react";
 import { useAttention } from "../api/queries";
 import { useMayAct } from "../api/session";
 import type { AttentionItem } from "../api/types";
 import { count } from "../format";
 import { plain } from "../states";
 import { Said, State, Time } from "./basics";
-import { ActionButton, type Action } from "./Confirm";
+import { ActionDialog, type Action } from "./Confirm";
 
 /** So many problems of one kind are shown one by one; more are folded into a line. */
 const SAME_OPEN_MAX = 3;
@@ -35,10 +37,20 @@ export function Problems({ uid }: { uid: string }) {
   ));
 }
 
+/** Whose acknowledgement counts. It may be another one than the reader's, and so may the note. */
+function Acknowledged({ done }: { done: AttentionItem["acknowledged"] }) {
+  if (!done) return "Acknowledged.";
+  return (
+    <>
+      Acknowledged by <bdi>{done.by}</bdi>{done.note ? <>: <bdi>{done.note}</bdi></> : null}. Only
+      the first acknowledgement counts.
+    </>
+  );
+}
+
 function acknowledgeOf(item: AttentionItem): Action {
   return {
     word: "Acknowledge",
-    label: `Acknowledge ${kindWords(item.kind)} of ${item.run ?? "the storage"}`,
     title: `Acknowledge: ${kindWords(item.kind)}`,
     path: "/attention/acknowledge",
     body: { id: item.id },
@@ -49,7 +61,7 @@ function acknowledgeOf(item: AttentionItem): Action {
         moves to the end of the list until it is solved.
       </p>
     ),
-    done: () => "Acknowledged.",
+    done: (answer) => <Acknowledged done={(answer as unknown as AttentionItem).acknowledged} />,
   };
 }
 
@@ -62,7 +74,10 @@ function Help({ item }: { item: AttentionItem }) {
   );
 }
 
-function Line({ item, mayAct }: { item: AttentionItem; mayAct: boolean }) {
+/** Opens the dialog of an item; null if the reader may not act. */
+type Ask = ((item: AttentionItem) => void) | null;
+
+function Line({ item, ask }: { item: AttentionItem; ask: Ask }) {
   const { acknowledged: done } = item;
   return (
     <li>
@@ -80,7 +95,12 @@ function Line({ item, mayAct }: { item: AttentionItem; mayAct: boolean }) {
           </div>
         ) : <Help item={item} />}
       </div>
-      {mayAct && !done ? <ActionButton action={acknowledgeOf(item)} /> : <span />}
+      {ask && !done ? (
+        <button type="button" onClick={() => ask(item)}
+          aria-label={`Acknowledge ${kindWords(item.kind)} of ${item.run ?? "the storage"}`}>
+          Acknowledge
+        </button>
+      ) : <span />}
     </li>
   );
 }
@@ -95,8 +115,8 @@ export function groupsOf(items: AttentionItem[]): AttentionItem[][] {
   return [...groups.values()];
 }
 
-function Lines({ items, mayAct }: { items: AttentionItem[]; mayAct: boolean }) {
-  return <ul>{items.map((one) => <Line key={one.id} item={one} mayAct={mayAct} />)}</ul>;
+function Lines({ items, ask }: { items: AttentionItem[]; ask: Ask }) {
+  return <ul>{items.map((one) => <Line key={one.id} item={one} ask={ask} />)}</ul>;
 }
 
 /** "6 runs, such as gpt". */
@@ -107,9 +127,9 @@ function namesOf(items: AttentionItem[]): string {
     : `${count(runs.size)} runs, such as ${first}`;
 }
 
-function Group({ items, mayAct }: { items: AttentionItem[]; mayAct: boolean }) {
+function Group({ items, ask }: { items: AttentionItem[]; ask: Ask }) {
   const [first] = items;
-  if (!first || items.length <= SAME_OPEN_MAX) return <Lines items={items} mayAct={mayAct} />;
+  if (!first || items.length <= SAME_OPEN_MAX) return <Lines items={items} ask={ask} />;
   return (
     <details>
       <summary>
@@ -117,7 +137,7 @@ function Group({ items, mayAct }: { items: AttentionItem[]; mayAct: boolean }) {
         {namesOf(items)}
         {first.since ? <span className="muted"> · <Time at={first.since} /></span> : null}
       </summary>
-      <Lines items={items} mayAct={mayAct} />
+      <Lines items={items} ask={ask} />
     </details>
   );
 }
@@ -131,8 +151,26 @@ const title = (open: AttentionItem[]): string => {
 };
 
 export function Attention() {
-  const { data: items, error } = useAttention();
   const mayAct = useMayAct();
+  const dialog = useDialogStore();
+  // An acknowledged item moves, and a solved one vanishes. The dialog with the answer stays.
+  const [asked, setAsked] = useState<{ item: AttentionItem; count: number } | null>(null);
+  const ask = (item: AttentionItem) => {
+    setAsked((old) => ({ item, count: (old?.count ?? 0) + 1 }));
+    dialog.show();
+  };
+  return (
+    <>
+      <Block ask={mayAct ? ask : null} />
+      {asked ? (
+        <ActionDialog key={asked.count} action={acknowledgeOf(asked.item)} store={dialog} />
+      ) : null}
+    </>
+  );
+}
+
+function Block({ ask }: { ask: Ask }) {
+  const { data: items, error } = useAttention();
   if (!items) {
     return error ? <p className="muted">What needs attention could not be read.</p> : null;
   }
@@ -144,12 +182,12 @@ export function Attention() {
       aria-label="Needs attention">
       <h2>{title(open)}</h2>
       {groupsOf(open).map((group) => (
-        <Group key={group[0]?.id} items={group} mayAct={mayAct} />
+        <Group key={group[0]?.id} items={group} ask={ask} />
       ))}
       {done.length > 0 ? (
         <details>
           <summary>{count(done.length)} acknowledged</summary>
-          <Lines items={done} mayAct={mayAct} />
+          <Lines items={done} ask={ask} />
         </details>
       ) : null}
     </section>

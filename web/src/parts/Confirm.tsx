@@ -20,8 +20,6 @@ export interface Action {
   /** The identity of a button whose label changes, such as pin and unpin. */
   id?: string;
   word: string;
-  /** The button's name for assistive technology, if several buttons have the same word. */
-  label?: string;
   title: string;
   path: string;
   body?: Record<string, unknown>;
@@ -39,13 +37,13 @@ const UNANSWERED = "No response; the action may have been applied.";
 const valueOf = (field: Field, text: string): unknown =>
   field.type === "text" ? text : text === "" ? null : Number(text);
 
-/** A button that asks for confirmation, performs the action, and shows the server's message. */
-export function ActionButton({ action: current }: { action: Action }) {
-  // The dialog keeps its action even if the button's action changes meanwhile.
-  const [action, setAction] = useState(current);
-  const dialog = useDialogStore();
+/** The dialog of an action. It may belong to another place than the button, which may vanish. */
+export function ActionDialog({ action, store }: {
+  action: Action;
+  store: ReturnType<typeof useDialogStore>;
+}) {
   const client = useQueryClient();
-  const [text, setText] = useState("");
+  const [text, setText] = useState(action.field?.initial ?? "");
   const mutation = useMutation({
     mutationFn: (force: boolean) => {
       const own = action.field ? { [action.field.name]: valueOf(action.field, text) } : {};
@@ -55,18 +53,71 @@ export function ActionButton({ action: current }: { action: Action }) {
     // Not awaited: the answer is shown even if the page's other requests are slow.
     onSuccess: () => void client.invalidateQueries(),
   });
-  const show = () => {
-    mutation.reset();
-    setAction(current);
-    setText(current.field?.initial ?? "");
-    dialog.show();
-  };
   const field = action.field;
   const answer = mutation.data ?? {};
   const message = typeof answer.message === "string" ? answer.message : "Done.";
   const { error } = mutation;
   const isUnanswered = error instanceof AwayError;
   const conflicts = Boolean(action.forceable) && error instanceof ApiError && error.status === 409;
+  return (
+    <Dialog store={store} className="dialog" backdrop={<div className="backdrop" />}
+      unmountOnHide hideOnEscape={!mutation.isPending}
+      hideOnInteractOutside={!mutation.isPending}>
+      <DialogHeading render={<h2 />}>{action.title}</DialogHeading>
+      <DialogDescription render={<div />}>
+        {action.disabled ?? action.explanation}
+      </DialogDescription>
+      {error ? <Problem error={error} title={isUnanswered ? UNANSWERED : undefined} /> : null}
+      {action.disabled ? (
+        <div className="choices"><DialogDismiss>Close</DialogDismiss></div>
+      ) : mutation.isSuccess ? (
+        <div className="choices">
+          <div role="status">{action.done?.(answer) ?? message}</div>
+          <DialogDismiss autoFocus>Close</DialogDismiss>
+        </div>
+      ) : (
+        <form
+          onSubmit={(event) => {
+            event.preventDefault();
+            mutation.mutate(conflicts);
+          }}
+        >
+          {field ? (
+            <p>
+              <label>
+                {field.label}{" "}
+                <input
+                  type={field.type}
+                  min={field.type === "number" ? 1 : undefined}
+                  required={field.required}
+                  value={text}
+                  onChange={(event) => setText(event.target.value)}
+                />
+              </label>
+            </p>
+          ) : null}
+          <div className="choices">
+            <DialogDismiss disabled={mutation.isPending}>Back</DialogDismiss>
+            <button type="submit" className="primary" disabled={mutation.isPending}>
+              {mutation.isPending ? "Sending…"
+                : conflicts ? `${action.word} anyway` : action.word}
+            </button>
+          </div>
+        </form>
+      )}
+    </Dialog>
+  );
+}
+
+/** A button that asks for confirmation, performs the action, and shows the server's message. */
+export function ActionButton({ action: current }: { action: Action }) {
+  const dialog = useDialogStore();
+  // The dialog keeps its action even if the button's action changes meanwhile.
+  const [asked, setAsked] = useState({ action: current, count: 0 });
+  const show = () => {
+    setAsked(({ count }) => ({ action: current, count: count + 1 }));
+    dialog.show();
+  };
   return (
     <>
       <button
@@ -75,56 +126,10 @@ export function ActionButton({ action: current }: { action: Action }) {
         // It keeps the focus, and says why it is disabled when it is pressed.
         aria-disabled={current.disabled ? true : undefined}
         title={current.disabled ?? undefined}
-        aria-label={current.label}
       >
         {current.word}
       </button>
-      <Dialog store={dialog} className="dialog" backdrop={<div className="backdrop" />}
-        unmountOnHide hideOnEscape={!mutation.isPending}
-        hideOnInteractOutside={!mutation.isPending}>
-        <DialogHeading render={<h2 />}>{action.title}</DialogHeading>
-        <DialogDescription render={<div />}>
-          {action.disabled ?? action.explanation}
-        </DialogDescription>
-        {error ? <Problem error={error} title={isUnanswered ? UNANSWERED : undefined} /> : null}
-        {action.disabled ? (
-          <div className="choices"><DialogDismiss>Close</DialogDismiss></div>
-        ) : mutation.isSuccess ? (
-          <div className="choices">
-            <div role="status">{action.done?.(answer) ?? message}</div>
-            <DialogDismiss>Close</DialogDismiss>
-          </div>
-        ) : (
-          <form
-            onSubmit={(event) => {
-              event.preventDefault();
-              mutation.mutate(conflicts);
-            }}
-          >
-            {field ? (
-              <p>
-                <label>
-                  {field.label}{" "}
-                  <input
-                    type={field.type}
-                    min={field.type === "number" ? 1 : undefined}
-                    required={field.required}
-                    value={text}
-                    onChange={(event) => setText(event.target.value)}
-                  />
-                </label>
-              </p>
-            ) : null}
-            <div className="choices">
-              <DialogDismiss disabled={mutation.isPending}>Back</DialogDismiss>
-              <button type="submit" className="primary" disabled={mutation.isPending}>
-                {mutation.isPending ? "Sending…"
-                  : conflicts ? `${action.word} anyway` : action.word}
-              </button>
-            </div>
-          </form>
-        )}
-      </Dialog>
+      <ActionDialog key={asked.count} action={asked.action} store={dialog} />
     </>
   );
 }
