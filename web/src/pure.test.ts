@@ -72,7 +72,8 @@ describe("segmentsOf", () => {
 
   it("takes the segments of one attempt, and extends the last one until now", () => {
     expect(segmentsOf(attempt({}), segments, 50_000)).toEqual([
-      { part: "queued", from: 0, to: 10_000 }, { part: "training", from: 10_000, to: 50_000 }]);
+      { attempt: 1, part: "queued", from: 0, to: 10_000 },
+      { attempt: 1, part: "training", from: 10_000, to: 50_000 }]);
     const ended = attempt({ ended_at: at(40) });
     expect(segmentsOf(ended, segments, 50_000).at(-1)?.to).toBe(40_000);
   });

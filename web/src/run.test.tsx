@@ -5,6 +5,7 @@ import type { ActionDone, AttemptView, ConsumerView, OperatorRequest, Segment } 
 import { attempt, ID, problemOf, run } from "./samples";
 import { begin, button, openPage, problem, rowsOf, SESSION, stream, type Server } from "./testbed";
 
+const OUTPUT = { selector: "output" };
 const at = (minute: number) => `2026-01-01T10:${String(minute).padStart(2, "0")}:00Z`;
 
 const PREEMPTED = attempt({
@@ -90,11 +91,15 @@ describe("the attempts of a run", () => {
       "GET /runs/gpt/timeline": [segment(1, "queued", 0, 5), segment(1, "training", 5, 20),
         segment(2, "training", 20, 30)],
     });
-    const drawn = await screen.findByRole("img",
-      { name: "2 attempts in 30 min; see the table below" });
+    const drawn = await screen.findByRole("application", { name: /^2 attempts in 30 min\./ });
     const titles = [...drawn.querySelectorAll("title")].map((one) => one.textContent);
     expect(titles.map((one) => one?.split(", from")[0])).toEqual(
-      ["queued: 5 min", "productive: 15 min", "productive: 10 min"]);
+      ["attempt 1, queued: 5 min", "attempt 1, productive: 15 min",
+        "attempt 2, productive: 10 min"]);
+    for (const key of ["ArrowRight", "ArrowRight"]) fireEvent.keyDown(drawn, { key });
+    expect(await screen.findByText(/^attempt 1, productive: 15 min, from/, OUTPUT)).toBeTruthy();
+    fireEvent.keyDown(drawn, { key: "ArrowLeft" });
+    expect(await screen.findByText(/^attempt 1, queued: 5 min, from/, OUTPUT)).toBeTruthy();
   });
 
   it("are the newest ones if there are many, until all are asked for", async () => {
@@ -247,7 +252,7 @@ describe("an operator's action", () => {
 
   it.each([
     ["403", problem(403, "Ask mia."), "Your role does not allow this.Ask mia."],
-    ["422", problem(422, "No such size."), "Invalid request.No such size."],
+    ["422", problem(422, "No such size."), "This cannot be done.No such size."],
     ["no answer", "away", "No response; the action may have been applied.The server did not"],
   ] as const)("that fails with %s shows the error and forces nothing", async (_, answer, text) => {
     const server = openPage("/runs/gpt", { "POST /runs/gpt/stop": answer });

@@ -4,6 +4,7 @@ import { when } from "./format";
 import { PARTS, type Part } from "./states";
 
 export interface Drawn {
+  attempt: number;
   part: Part;
   from: number;
   to: number;
@@ -16,7 +17,7 @@ export function segmentsOf(attempt: Attempt, segments: Segment[], now: number): 
   const found = segments.flatMap((one): Drawn[] => {
     const [from, to] = [when(one.began_at), when(one.ended_at)];
     if (one.attempt !== attempt.number || from === null || to === null) return [];
-    return isPart(one.part) ? [{ part: one.part, from, to }] : [];
+    return isPart(one.part) ? [{ attempt: attempt.number, part: one.part, from, to }] : [];
   });
   const last = found.at(-1);
   if (last && attempt.ended_at === null) last.to = Math.max(last.to, now);

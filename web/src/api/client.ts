@@ -32,7 +32,7 @@ const TITLES: Record<number, string> = {
   403: "Your role does not allow this.",
   404: "Not found.",
   409: "Conflicting request.",
-  422: "Invalid request.",
+  422: "This cannot be done.",
   429: "Too many attempts.",
 };
 

@@ -125,9 +125,10 @@ export function Chart(props: Props) {
     else return;
     event.preventDefault();
   };
-  const last = lines[0]?.y.findLast((value) => value !== null);
+  const last = lines[0]?.y.at(-1);
   const summary = lines.length > 1 ? `${label} of ${lines.map((one) => one.name).join(", ")}`
-    : `${label}: ${lines[0]?.y.length ?? 0} points, now ${figure(last)}`;
+    : `${label}: ${lines[0]?.y.length ?? 0} points, now ${
+      last === null ? "not a finite number" : figure(last)}`;
   return (
     <div className={lines.length > 1 ? "chart several" : "chart"}>
       <div ref={place} tabIndex={0} role="group" aria-label={summary} aria-description={KEYS_HELP}

@@ -1,11 +1,11 @@
 // The attempts of a run as a timeline and as a table.
-import { useCallback, useState } from "react";
+import { useCallback, useState, type KeyboardEvent } from "react";
 import type { Attempt, Checkpoint, Run, Segment } from "../../api/types";
 import { Empty, State, Time, useKnownNow } from "../../parts/basics";
 import { count, dayAndTime, exact, secondOfDay, span, when } from "../../format";
 import { PART_WORDS, PARTS } from "../../states";
 import { endOf, gpus, reasonOf, restartsOf, startOf } from "../../story";
-import { segmentsOf, ticks } from "../../timeline";
+import { segmentsOf, ticks, type Drawn } from "../../timeline";
 
 const ROW = 24;
 const LEFT = 96;
@@ -44,6 +44,31 @@ function thinned(
   });
 }
 
+/** "attempt 2, productive: 5 min, from …". */
+const wordsOf = ({ attempt, part, from, to }: Drawn): string =>
+  `attempt ${attempt}, ${PART_WORDS[part]}: ${span((to - from) / 1000)}, from ${exact(from)}`;
+
+/** The parts of an attempt's time. */
+function Bars({ segments, chosen, x }: {
+  segments: Drawn[];
+  chosen: Drawn | undefined;
+  x: (time: number) => number;
+}) {
+  return segments.map((one) => (
+    <rect
+      key={`${one.part}${one.from}`}
+      className={one === chosen ? `part-${one.part} chosen` : `part-${one.part}`}
+      x={x(one.from)}
+      width={Math.max(1.5, x(one.to) - x(one.from))}
+      y={4}
+      height={ROW - 9}
+      rx={2}
+    >
+      <title>{wordsOf(one)}</title>
+    </rect>
+  ));
+}
+
 interface Props {
   attempts: Attempt[];
   segments: Segment[];
@@ -56,6 +81,14 @@ export function Timeline({ attempts, segments, checkpoints }: Props) {
   const rows = attempts.map((attempt) => (
     { attempt, segments: segmentsOf(attempt, segments, now) }));
   const all = rows.flatMap((row) => row.segments);
+  const [at, setAt] = useState(-1);
+  const press = (event: KeyboardEvent) => {
+    const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    setAt(Math.max(0, Math.min(all.length - 1, at + by)));
+  };
+  const chosen = all[at];
   if (all.length === 0) {
     return (
       <Empty title="No attempt yet">
@@ -76,8 +109,12 @@ export function Timeline({ attempts, segments, checkpoints }: Props) {
         className="timeline"
         height={height}
         width={width}
-        role="img"
-        aria-label={`${rows.length} attempts in ${span((to - from) / 1000)}; see the table below`}
+        tabIndex={0}
+        role="application"
+        onKeyDown={press}
+        onBlur={() => setAt(-1)}
+        aria-label={`${rows.length} attempts in ${span((to - from) / 1000)}. The arrow keys go `
+          + "through the parts; see the table below."}
       >
         <g className="axis">
           {marks.map((mark) => (
@@ -94,22 +131,7 @@ export function Timeline({ attempts, segments, checkpoints }: Props) {
             <text x={0} y={ROW / 2 + 4}>
               #{attempt.number} · {gpus(attempt.gpus)}
             </text>
-            {segments.map((one) => (
-              <rect
-                key={`${one.part}${one.from}`}
-                className={`part-${one.part}`}
-                x={x(one.from)}
-                width={Math.max(1.5, x(one.to) - x(one.from))}
-                y={4}
-                height={ROW - 9}
-                rx={2}
-              >
-                <title>
-                  {`${PART_WORDS[one.part]}: ${span((one.to - one.from) / 1000)}, ` +
-                    `from ${exact(one.from)}`}
-                </title>
-              </rect>
-            ))}
+            <Bars segments={segments} chosen={chosen} x={x} />
             {thinned(checkpoints, attempt.number, x).map(([one, left]) => (
               <path key={one.id} className="checkpoint" d={`M${left} ${ROW - 7}l3.5 6h-7z`}>
                 <title>{`checkpoint of step ${count(one.step)}, ${one.state}`}</title>
@@ -118,6 +140,7 @@ export function Timeline({ attempts, segments, checkpoints }: Props) {
           </g>
         ))}
       </svg>
+      <output className="muted">{chosen ? wordsOf(chosen) : ""}</output>
       <ul className="legend">
         {used.map((part) => (
           <li key={part}>
@@ -186,7 +209,8 @@ function Evidence({ attempt, run }: { attempt: Attempt; run: Run }) {
         {attempt.traceback ? (
           <details open={isLast && attempt.state === "failed"}>
             <summary>Traceback of rank {attempt.failed_rank ?? "?"}</summary>
-            <pre className="log">{attempt.traceback}</pre>
+            <pre className="log" tabIndex={0} role="region"
+              aria-label={`Traceback of attempt ${attempt.number}`}>{attempt.traceback}</pre>
           </details>
         ) : null}
       </td>
