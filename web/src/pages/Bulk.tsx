@@ -14,6 +14,8 @@ import { useSelection } from "../parts/Selection";
 import { count } from "../format";
 import { actionsOf } from "./run/actions";
 
+const runsOf = (many: number): string => `${count(many)} run${many === 1 ? "" : "s"}`;
+
 export const WORDS = ["Stop", "Pause", "Resume", "Cancel"] as const;
 export type Word = (typeof WORDS)[number];
 
@@ -93,9 +95,9 @@ function BulkDialog({ word, runs, store }: {
   return (
     <Dialog store={store} className="dialog wide" backdrop={<div className="backdrop" />}
       unmountOnHide hideOnEscape={!isSending} hideOnInteractOutside={!isSending}>
-      <DialogHeading render={<h2 />}>{word} {count(runs.length)} runs</DialogHeading>
+      <DialogHeading render={<h2 />}>{word} {runsOf(runs.length)}</DialogHeading>
       <DialogDescription render={<p />}>
-        {isAgain ? "Each run has answered on its own." : "Each run gets the order on its own."}
+        {isAgain ? "Each run answered separately." : "Each run gets the order separately."}
       </DialogDescription>
       <ul className="prices" tabIndex={0} aria-label="Runs and what it costs them">
         {rows.map(({ uid, name, offer, error }) => (
@@ -107,8 +109,8 @@ function BulkDialog({ word, runs, store }: {
         {isAgain && offers.length === 0 ? null : (
           <button type="button" className="primary" disabled={isSending || offers.length === 0}
             onClick={() => void send()}>
-            {isSending ? "Sending…" : `${word} ${count(offers.length)} run${
-              offers.length === 1 ? "" : "s"}${isAgain ? " again" : ""}`}
+            {isSending ? "Sending…"
+              : `${word} ${runsOf(offers.length)}${isAgain ? " again" : ""}`}
           </button>
         )}
       </div>

@@ -24,7 +24,7 @@ function Line({ run }: { run: Counted }) {
   return (
     <tr>
       <td className="prose">
-        <Link to="/runs/$run" params={{ run: run.run }}>{run.run}</Link>
+        <Link to="/runs/$run" params={{ run: run.run }} className="run-name">{run.run}</Link>
         <div className="second"><State state={run.state} /></div>
         <div className="narrow-only"><GoodputBar parts={goodput} /></div>
       </td>
@@ -44,7 +44,9 @@ function Line({ run }: { run: Counted }) {
 function Odd({ run }: { run: RunRow }) {
   return (
     <tr>
-      <td><Link to="/runs/$run" params={{ run: run.run }}>{run.run}</Link></td>
+      <td>
+        <Link to="/runs/$run" params={{ run: run.run }} className="run-name">{run.run}</Link>
+      </td>
       <td colSpan={8} className="muted">unreadable: not counted in the totals</td>
     </tr>
   );

@@ -12,7 +12,9 @@ const COLUMNS: ColumnDef<WaitingRun, unknown>[] = [
   { id: "run", header: "Run", accessorKey: "run",
     cell: ({ row: { original: one } }) => (
       <>
-        <Link to="/runs/$run" params={{ run: one.run }}><strong>{one.run}</strong></Link>
+        <Link to="/runs/$run" params={{ run: one.run }} className="run-name">
+          <strong>{one.run}</strong>
+        </Link>
         <div className="second">
           <State state={one.state} /> by {one.user}
           {one.job_id ? ` · job ${one.job_id}` : ""}

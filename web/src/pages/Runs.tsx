@@ -30,7 +30,9 @@ function Name({ run }: { run: RunRow }) {
   const why = run.reason ?? (run.cause ? plain(run.cause) : "");
   return (
     <>
-      <Link to="/runs/$run" params={{ run: run.run }}><strong>{run.run}</strong></Link>
+      <Link to="/runs/$run" params={{ run: run.run }} className="run-name">
+        <strong>{run.run}</strong>
+      </Link>
       {isNarrow ? <div><States run={run} /></div> : null}
       <div className="second clip" title={why}>
         {why || `by ${run.created_by}${run.partition ? ` · partition ${run.partition}` : ""}`}

@@ -67,7 +67,9 @@ function Line({ row }: { row: StorageRow }) {
     <>
       <tr>
         <td>
-          <Link to="/runs/$run/checkpoints" params={{ run: row.run }}>{row.run}</Link>
+          <Link to="/runs/$run/checkpoints" params={{ run: row.run }} className="run-name">
+            {row.run}
+          </Link>
           <div className="second wide-only clip" title={row.root}>{row.root}</div>
         </td>
         <td className="wide-only"><State state={row.state} /></td>

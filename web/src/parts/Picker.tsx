@@ -36,7 +36,7 @@ function Picker({ label, value, choices, placeholder, onType, onOpen, pick, isLo
             if (event.key === "Enter" && text && choices.length === 0) pick(text);
           }} />
       </span>
-      <ComboboxPopover className="choices" gutter={4} aria-busy={isLoading}>
+      <ComboboxPopover className="picked" gutter={4} aria-busy={isLoading}>
         {choices.map((one) => (
           <ComboboxItem key={one.value} value={one.value} focusOnHover setValueOnClick={false}
             selectValueOnClick={false} onClick={() => pick(one.value)}>
@@ -44,7 +44,10 @@ function Picker({ label, value, choices, placeholder, onType, onOpen, pick, isLo
           </ComboboxItem>
         ))}
         {choices.length === 0 ? (
-          <p className="muted">{isLoading ? "Searching…" : "Nothing matches."}</p>
+          // A list of options needs one.
+          <div role="option" aria-disabled aria-selected={false} className="muted">
+            {isLoading ? "Searching…" : "Nothing matches."}
+          </div>
         ) : null}
       </ComboboxPopover>
     </ComboboxProvider>
