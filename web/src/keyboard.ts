@@ -9,10 +9,35 @@ export const GO: Record<string, [string, string]> = {
   c: ["/goodput", "Goodput and cost"],
 };
 const CHORD_MS = 2500;
+const STORED = "holdfast.keys";
+let isOff = false;
+try {
+  isOff = localStorage.getItem(STORED) === "off";
+} catch {
+  // Without storage, the keys are on.
+}
+
+/** Whether single keys do something. */
+export const areKeysOn = (): boolean => !isOff;
+
+/** Turns the single keys on or off in this browser. */
+export function setKeys(on: boolean) {
+  isOff = !on;
+  try {
+    if (on) localStorage.removeItem(STORED);
+    else localStorage.setItem(STORED, "off");
+  } catch {
+    // The choice then lasts until the page is closed.
+  }
+}
 
 const isTyping = (target: EventTarget | null): boolean =>
   target instanceof HTMLElement &&
   (target.isContentEditable || ["INPUT", "TEXTAREA", "SELECT"].includes(target.tagName));
+
+/** Whether a key belongs to something else: a field, a dialog, or the browser. */
+const isTaken = (event: KeyboardEvent): boolean =>
+  hasModifier(event) || isTyping(event.target) || document.querySelector("[role=dialog]") !== null;
 
 const hasModifier = (event: KeyboardEvent) => event.ctrlKey || event.metaKey || event.altKey;
 
@@ -32,7 +57,7 @@ export function useKeys(go: Go, help: () => void) {
   useEffect(() => {
     const press = (event: KeyboardEvent) => {
       const { go, help, armed } = now.current;
-      if (hasModifier(event) || isTyping(event.target)) return;
+      if (isOff || isTaken(event)) return;
       const target = GO[event.key];
       if (Date.now() - armed < CHORD_MS && target) {
         now.current.armed = 0;
@@ -69,8 +94,8 @@ export function useListKeys(
   useEffect(() => {
     const press = (event: KeyboardEvent) => {
       const { count, at, select, open } = now.current;
-      if (hasModifier(event) || isTyping(event.target) || count === 0) return;
-      if (event.key === "j" || event.key === "k") {
+      if (isTaken(event) || count === 0) return;
+      if (!isOff && (event.key === "j" || event.key === "k")) {
         const next = event.key === "j" ? Math.min(count - 1, at + 1) : Math.max(0, at - 1);
         now.current.at = next;
         select(next);

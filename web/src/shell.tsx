@@ -2,14 +2,15 @@
 import { Dialog, DialogDismiss, DialogHeading, useDialogStore } from "@ariakit/react";
 import { useQueryClient } from "@tanstack/react-query";
 import { Link, Outlet, useNavigate, useRouterState } from "@tanstack/react-router";
-import { useCallback, useEffect, useRef } from "react";
+import { useCallback, useEffect, useRef, useState } from "react";
 import { useConnection, useLive, type Connection } from "./api/live";
 import { serverTime } from "./clock";
 import { isLoggedOut, useLogOut, useSession } from "./api/session";
 import { Login } from "./pages/Login";
 import { State, useNow } from "./parts/basics";
 import { exact, relative } from "./format";
-import { GO, useKeys } from "./keyboard";
+import { useKeptFocus } from "./focus";
+import { areKeysOn, GO, setKeys, useKeys } from "./keyboard";
 import { PREFIX } from "./prefix";
 import { useTheme, type Theme } from "./theme";
 
@@ -110,6 +111,7 @@ const KEYS: [string, string][] = [
 ];
 
 function Help({ store }: { store: ReturnType<typeof useDialogStore> }) {
+  const [isOn, setOn] = useState(areKeysOn);
   return (
     <Dialog store={store} className="dialog" backdrop={<div className="backdrop" />} unmountOnHide>
       <DialogHeading render={<h2 />}>Keys</DialogHeading>
@@ -123,6 +125,13 @@ function Help({ store }: { store: ReturnType<typeof useDialogStore> }) {
           ))}
         </tbody>
       </table>
+      <label className="beside-box">
+        <input type="checkbox" checked={isOn} onChange={({ target: { checked } }) => {
+          setKeys(checked);
+          setOn(checked);
+        }} />
+        Use these keys in this browser. Speech input may press them by accident.
+      </label>
       <div className="choices"><DialogDismiss>Close</DialogDismiss></div>
     </Dialog>
   );
@@ -130,6 +139,7 @@ function Help({ store }: { store: ReturnType<typeof useDialogStore> }) {
 
 export function Shell() {
   useLive();
+  useKeptFocus();
   const help = useDialogStore();
   const navigate = useNavigate();
   const go = useCallback(
@@ -142,12 +152,17 @@ export function Shell() {
   const path = useRouterState({ select: (state) => state.location.pathname });
   const first = useRef(true);
   useEffect(() => {
-    // For screen readers, focus the new content, but not on the first page.
-    if (!first.current) main.current?.focus({ preventScroll: true });
+    // For screen readers, focus the new content, but not on the first page. A link inside of it, such
+    // as a tab, keeps the focus for the next key.
+    const isInside = main.current?.contains(document.activeElement);
+    if (!first.current && !isInside) main.current?.focus({ preventScroll: true });
     first.current = false;
   }, [path]);
   return (
     <>
+      <button type="button" className="skip" onClick={() => main.current?.focus()}>
+        Skip to the content
+      </button>
       <Bar help={help.show} />
       <Banner />
       <main ref={main} tabIndex={-1}>

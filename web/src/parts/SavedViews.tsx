@@ -29,6 +29,7 @@ function NameForm({ label, word, initial = "", taken, save, back }: {
       <label>
         {label}{" "}
         <input type="text" maxLength={NAME_MAX} required value={given} dir="auto"
+          autoFocus={back !== undefined}
           onChange={(event) => setGiven(event.target.value)} />
       </label>
       <button type="submit" className="primary" disabled={!name}>
@@ -114,7 +115,7 @@ export function SavedViews() {
           {deleted ? (
             <p>
               Deleted <span dir="auto">{deleted.name}</span>.{" "}
-              <button type="button" onClick={() => {
+              <button type="button" key={deleted.name} autoFocus onClick={() => {
                 change((old) => withView(old, deleted));
                 setDeleted(null);
               }}>Undo</button>

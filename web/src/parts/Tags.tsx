@@ -92,7 +92,7 @@ export function AnnotateButton({ name, path, of: current }: {
               Saved. {mutation.data.tags.length > 0
                 ? `Tags: ${mutation.data.tags.join(", ")}.` : "No tags."}
             </div>
-            <DialogDismiss>Close</DialogDismiss>
+            <DialogDismiss autoFocus>Close</DialogDismiss>
           </div>
         ) : (
           <form className="annotate" onSubmit={(event) => {
