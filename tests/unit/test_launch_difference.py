@@ -84,7 +84,7 @@ def test_launches_of_one_attempt_have_the_same_request() -> None:
     worked, failed = launch(1, 1, 1, 50), launch(1, 2, 51, 60)
     found = compare_launches(failed, worked, {1: REQUEST})
     assert found.facts == []
-    assert found.reached == "it finished 51 – 60"
+    assert found.reached == "it finished steps 51 – 60"
 
 
 def test_without_a_launch_that_worked_nothing_is_compared() -> None:

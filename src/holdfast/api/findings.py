@@ -329,10 +329,14 @@ def _late_checkpoint(facts: RunFacts) -> Iterable[Finding]:
     since = max(began[-1], *here, facts.committed_at or 0.0)
     if usual_s is None or facts.now - since <= max(LATE_TIMES * usual_s, LATE_S):
         return
-    age, usual = (f"{seconds / 60:.0f} min" for seconds in (facts.now - since, usual_s))
+    age, usual = map(_duration, (facts.now - since, usual_s))
     text = f"no checkpoint for {age}, where one usually comes every {usual}"
     action = "read the run's notices about saves, and check its storage"
     yield finding("checkpoint_old", "warn", text, since, action)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.0f} min"
 
 
 def _mirror(facts: RunFacts) -> Iterable[Finding]:

@@ -173,7 +173,8 @@ def _reached(launch: LaunchFacts) -> str:
     first, last = launch.reached
     if last is None or (first is not None and last < first):
         return "it finished no step"
-    return f"it finished step {last}" if first in {None, last} else f"it finished {first} – {last}"
+    one = first in {None, last}
+    return f"it finished step {last}" if one else f"it finished steps {first} – {last}"
 
 
 def _all_facts(
