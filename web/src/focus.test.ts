@@ -10,7 +10,9 @@ beforeEach(() => {
       <ul><li><a href="/a">a</a></li><li><button id="gone">gone</button></li></ul>
       <p><button id="busy">busy</button></p>
     </main>
-    <div id="portal"><div role="dialog" tabindex="-1"><button id="close">close</button></div></div>`;
+    <div id="portal">
+      <div role="dialog" tabindex="-1"><button id="close">close</button></div>
+    </div>`;
   // jsdom lays nothing out.
   HTMLElement.prototype.getClientRects = () => [{}] as unknown as DOMRectList;
   stop = keepFocus();
@@ -18,19 +20,19 @@ beforeEach(() => {
 afterEach(() => stop());
 
 const one = (query: string) => document.querySelector<HTMLElement>(query);
-const settled = () => new Promise((done) => setTimeout(done, 0));
+const changed = () => new Promise((done) => setTimeout(done, 0));
 
 it("moves the focus to the control before one that was removed", async () => {
   one("#gone")?.focus();
   one("#gone")?.parentElement?.remove();
-  await settled();
+  await changed();
   expect(document.activeElement).toBe(one("a"));
 });
 
 it("moves it to what is around if nothing is before", async () => {
   one("a")?.focus();
   one("ul")?.remove();
-  await settled();
+  await changed();
   expect(document.activeElement).toBe(one("main"));
 });
 
@@ -40,10 +42,10 @@ it("returns it to a control that was disabled for a while", async () => {
   // The library does not take the focus from what is disabled, as browsers do.
   busy.blur();
   busy.disabled = true;
-  await settled();
+  await changed();
   expect(document.activeElement).toBe(document.body);
   busy.disabled = false;
-  await settled();
+  await changed();
   expect(document.activeElement).toBe(busy);
 });
 
@@ -51,7 +53,7 @@ it("leaves the focus away after a control gave it up", async () => {
   one("#busy")?.focus();
   one("#busy")?.blur();
   one("ul")?.remove();
-  await settled();
+  await changed();
   expect(document.activeElement).toBe(document.body);
 });
 
@@ -60,7 +62,7 @@ it("goes back to what opened a dialog, or to what is left there", async () => {
   one("#close")?.focus();
   one("#gone")?.parentElement?.remove();
   one("#portal")?.remove();
-  await settled();
+  await changed();
   expect(document.activeElement).toBe(one("a"));
 });
 
@@ -68,6 +70,6 @@ it("leaves the focus away after a click beside all controls", async () => {
   one("#busy")?.focus();
   document.body.dispatchEvent(new MouseEvent("pointerdown", { bubbles: true }));
   one("#busy")?.remove();
-  await settled();
+  await changed();
   expect(document.activeElement).toBe(document.body);
 });

@@ -56,7 +56,8 @@ export function bytes(value: number | null | undefined): string {
 export function span(seconds: number | null | undefined): string {
   if (seconds == null || !Number.isFinite(seconds)) return NONE;
   if (seconds < 0) return `−${span(-seconds)}`;
-  if (seconds < 1) return seconds === 0 ? "0 s" : `${count(Math.max(1, Math.round(seconds * 1000)))} ms`;
+  if (seconds === 0) return "0 s";
+  if (seconds < 1) return `${count(Math.max(1, Math.round(seconds * 1000)))} ms`;
   if (seconds < 10) return `${inLocale(seconds, { maximumFractionDigits: 1 })} s`;
   let rest = Math.round(seconds);
   const words: string[] = [];
@@ -92,8 +93,8 @@ const TENTHS = dateFormat(
 
 const RIGHT_TO_LEFT = /[\u0590-\u08ff\u200f]/;
 
-/** A time in its own direction: in a sentence from left to right, parts of a date from right to left
-    would change their places. */
+/** A time in its own direction: in a sentence from left to right, parts of a date from right to
+    left would change their places. */
 function timeIn(format: Intl.DateTimeFormat, then: number): string {
   const text = format.format(then);
   return RIGHT_TO_LEFT.test(text) ? `\u2068${text}\u2069` : text;

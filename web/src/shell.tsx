@@ -152,8 +152,8 @@ export function Shell() {
   const path = useRouterState({ select: (state) => state.location.pathname });
   const first = useRef(true);
   useEffect(() => {
-    // For screen readers, focus the new content, but not on the first page. A link inside of it, such
-    // as a tab, keeps the focus for the next key.
+    // For screen readers, focus the new content, but not on the first page. A link inside of it,
+    // such as a tab, keeps the focus for the next key.
     const isInside = main.current?.contains(document.activeElement);
     if (!first.current && !isInside) main.current?.focus({ preventScroll: true });
     first.current = false;

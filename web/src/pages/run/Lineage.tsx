@@ -368,7 +368,7 @@ export function Lineage() {
             <span className="muted">
               {count(graph.nodes_total ?? graph.nodes.length)} nodes,{" "}
               {count(folded.nodes.length)} shown. A dashed card
-              contains checkpoints without events. Click it, or focus it and press Enter, to expand it.
+              contains checkpoints without events. Click it or press Enter to expand it.
             </span>
             {open.length > 0 ? (
               <button type="button" onClick={foldAll}>Collapse all</button>
