@@ -9,9 +9,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar
 
-from holdfast.contracts.disk.digests import range_digest
+from holdfast.contracts.disk import digests, reading
 from holdfast.contracts.disk.manifest import FileEntry, Manifest, files_folder
-from holdfast.contracts.disk.reading import open_regular, read_again
 from holdfast.contracts.errors import ForeignFileError
 
 READERS_MAX: Final = 4
@@ -119,7 +118,7 @@ def share_of(items: Sequence[T], sizes: Sequence[int], number: int, count: int) 
 def _misfit(directory: Path, entry: FileEntry) -> str | None:
     """Return the problem with a file's existence, type or size, or None."""
     try:
-        size = read_again(lambda: _size_of(directory, entry))
+        size = reading.read_again(lambda: _size_of(directory, entry))
     except FileNotFoundError:
         return "missing"
     except ForeignFileError as error:
@@ -130,7 +129,7 @@ def _misfit(directory: Path, entry: FileEntry) -> str | None:
 
 
 def _open(directory: Path, entry: FileEntry) -> BinaryIO:
-    return open(open_regular(directory / entry.path, below=directory, follow=True), "rb")
+    return open(reading.open_regular(directory / entry.path, below=directory, follow=True), "rb")
 
 
 def _size_of(directory: Path, entry: FileEntry) -> int:
@@ -140,7 +139,7 @@ def _size_of(directory: Path, entry: FileEntry) -> int:
 
 def _digest_in(directory: Path, entry: FileEntry, start: int, size: int) -> str:
     with _open(directory, entry) as stream:
-        return range_digest(stream.fileno(), start, size)
+        return digests.range_digest(stream.fileno(), start, size)
 
 
 def _differing(
@@ -154,7 +153,7 @@ def _differing(
         entry, start, size, expected = item
         try:
             # Each try opens the file again: a stale NFS handle stays stale.
-            digest = read_again(lambda: _digest_in(directory, entry, start, size))
+            digest = reading.read_again(lambda: _digest_in(directory, entry, start, size))
         except ForeignFileError as error:
             return entry, size, error.problem
         except OSError as error:

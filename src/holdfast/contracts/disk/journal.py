@@ -22,12 +22,8 @@ from typing import Annotated, Any, BinaryIO, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from holdfast.contracts.disk import bounds
+from holdfast.contracts.disk import bounds, file_locks, filesystems, paths, reading
 from holdfast.contracts.disk.durable import fsync_directory, make_directory
-from holdfast.contracts.disk.file_locks import open_lock, release, wait_for_lock
-from holdfast.contracts.disk.filesystems import fetch_attributes
-from holdfast.contracts.disk.paths import folder_of
-from holdfast.contracts.disk.reading import is_mine, open_beneath, open_regular
 from holdfast.contracts.errors import ForeignFileError
 from holdfast.contracts.states import AttemptState
 
@@ -265,7 +261,7 @@ class JournalWriter:
         self._handle, self._is_own = _open_for_appending(path)
         try:
             # Every reader of a file can lock it, so the journal itself is never locked.
-            self._lock = open_lock(journal_lock(path), below=folder_of(path))
+            self._lock = file_locks.open_lock(journal_lock(path), below=paths.folder_of(path))
         except BaseException:
             os.close(self._handle)
             raise
@@ -280,7 +276,7 @@ class JournalWriter:
         `TimeoutError` if another process keeps the file locked.
         """
         lock_s = OWN_LOCK_S if self._is_own else FOREIGN_LOCK_S
-        if not wait_for_lock(self._lock, lock_s):
+        if not file_locks.wait_for_lock(self._lock, lock_s):
             lock = journal_lock(self.path)
             raise TimeoutError(
                 f"{lock}: locked by another process for {lock_s:.0f} s; find the process with "
@@ -291,7 +287,7 @@ class JournalWriter:
         try:
             event = self._write(kind, data)
         finally:
-            release(self._lock)
+            file_locks.release(self._lock)
         if durable:
             os.fsync(self._handle)
         return event
@@ -345,7 +341,7 @@ class JournalWriter:
         """Set the number of the next line. Return the text that must precede the line."""
         # Without this, 79 of 80 journals that two hosts wrote within a second on GlusterFS had two
         # lines with the same number, see decision 48.
-        fetch_attributes(self._handle)
+        filesystems.fetch_attributes(self._handle)
         size = os.fstat(self._handle).st_size
         if size == self._size_seen:
             return ""
@@ -399,13 +395,13 @@ def read_journal(path: Path, offset: int = 0) -> tuple[list[Event], int]:
 def open_journal(path: Path) -> Iterator[BinaryIO | None]:
     """Open a journal for reading; yields None if it does not exist. Raises like `read_journal`."""
     try:
-        handle = open_regular(path, below=folder_of(path))
+        handle = reading.open_regular(path, below=paths.folder_of(path))
     except FileNotFoundError:
         yield None
         return
     with open(handle, "rb") as stream:
         # Another host may have added lines since this one last asked for the file's size.
-        fetch_attributes(handle)
+        filesystems.fetch_attributes(handle)
         if (size := os.fstat(handle).st_size) > JOURNAL_BYTES_MAX:
             raise ForeignFileError(path, f"{size} bytes, expected {JOURNAL_BYTES_MAX} or less")
         yield stream
@@ -443,14 +439,14 @@ def _open_for_appending(path: Path) -> tuple[int, bool]:
     In another user's folder, only a regular file with one name is opened, because a second name
     could be that of a file elsewhere.
     """
-    below = folder_of(path)
+    below = paths.folder_of(path)
     try:
-        handle = open_beneath(path, _APPEND, below=below)
+        handle = reading.open_beneath(path, _APPEND, below=below)
     except FileNotFoundError:
-        handle = open_beneath(path, _APPEND | os.O_CREAT, below=below)
+        handle = reading.open_beneath(path, _APPEND | os.O_CREAT, below=below)
         # Without a durable name, a power cut would lose even the lines that were synced.
         fsync_directory(path.parent)
-    found, is_own = os.fstat(handle), is_mine(below)
+    found, is_own = os.fstat(handle), reading.is_mine(below)
     if stat.S_ISREG(found.st_mode) and (is_own or found.st_nlink == 1):
         return handle, is_own
     os.close(handle)

@@ -22,9 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from holdfast.contracts.disk import bounds, digests
-from holdfast.contracts.disk.durable import create_bytes, fsync_directory, make_directory, to_json
-from holdfast.contracts.disk.filesystems import is_there
+from holdfast.contracts.disk import bounds, digests, durable, filesystems, reading
 from holdfast.contracts.disk.paths import (
     MANIFEST,
     METADATA,
@@ -33,7 +31,6 @@ from holdfast.contracts.disk.paths import (
     base_of,
     real_folder,
 )
-from holdfast.contracts.disk.reading import held_folder, read_bounded
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, ForeignFileError
 from holdfast.contracts.plain_text import counted
 
@@ -63,7 +60,7 @@ def files_folder(directory: Path, manifest: Manifest) -> Iterator[Path]:
     if not source.is_absolute():
         raise ForeignFileError(source, "not an absolute path")
     # Held open, so the folder whose owner is compared is the one whose files are read.
-    with held_folder(source, below=source.parent) as held:
+    with reading.held_folder(source, below=source.parent) as held:
         # Another user's manifest could name any folder of this user, see decision 76.
         if held.stat().st_uid != (directory / MANIFEST).lstat().st_uid:
             raise ForeignFileError(source, "a folder of another user than the checkpoint's")
@@ -97,8 +94,8 @@ def record_source(paths: RunPaths, manifest: Manifest) -> bool:
     """Create the manifest in the run, durably; return False if the checkpoint has one."""
     # Exclusive: a node or an earlier launch may have recorded the same checkpoint already.
     directory = paths.checkpoint(manifest.name)
-    make_directory(directory)
-    return create_bytes(directory / MANIFEST, encode_manifest(manifest))
+    durable.make_directory(directory)
+    return durable.create_bytes(directory / MANIFEST, encode_manifest(manifest))
 
 
 def retire_source(paths: RunPaths, name: CheckpointName | str) -> None:
@@ -107,18 +104,18 @@ def retire_source(paths: RunPaths, name: CheckpointName | str) -> None:
     Journal the line `checkpoint_deleted` before. Does nothing if another process was faster.
     """
     directory = paths.checkpoint(name)
-    make_directory(paths.tombstones)
+    durable.make_directory(paths.tombstones)
     try:
         # A rename keeps the bytes of the manifest and selects one of several processes.
         os.rename(directory / MANIFEST, paths.tombstone(name))
     except FileNotFoundError:
         return
     # Before the folder goes. Otherwise a power cut could leave neither manifest nor tombstone.
-    fsync_directory(paths.tombstones)
+    durable.fsync_directory(paths.tombstones)
     # The directory stays if it contains any other file, which Holdfast did not write.
     with contextlib.suppress(OSError):
         directory.rmdir()
-    fsync_directory(paths.checkpoints)
+    durable.fsync_directory(paths.checkpoints)
 
 
 FORMAT: Final = 1
@@ -304,13 +301,13 @@ class Manifest(BaseModel):
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's bytes on disk: JSON that ends with the digest of all bytes before."""
-    body = to_json(manifest.model_dump(mode="json")).removesuffix(b"\n}\n")
+    body = durable.to_json(manifest.model_dump(mode="json")).removesuffix(b"\n}\n")
     return body + f',\n "digest": "{digests.digest_of(body)}"\n}}\n'.encode()
 
 
 def _read(path: str, directory: Path) -> bytes | None:
     try:
-        return read_bounded(path, MANIFEST_BYTES_MAX, below=directory.parent)
+        return reading.read_bounded(path, MANIFEST_BYTES_MAX, below=directory.parent)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -326,7 +323,7 @@ def read_manifest(directory: Path, *, is_copy: bool = False) -> Manifest | None:
     path = f"{directory}/{MANIFEST}"
     try:
         content = _read(path, directory)
-        if content is None and is_there(Path(path)):
+        if content is None and filesystems.is_there(Path(path)):
             # Another node has committed since this host last looked.
             content = _read(path, directory)
     except ForeignFileError as error:
@@ -365,7 +362,9 @@ def read_tombstone(path: Path) -> Manifest | None:
     """Return the manifest of a deleted checkpoint; None if it cannot be read or is invalid."""
     try:
         folder = real_folder(path.parent)
-        content = read_bounded(folder / path.name, MANIFEST_BYTES_MAX, below=base_of(folder))
+        content = reading.read_bounded(
+            folder / path.name, MANIFEST_BYTES_MAX, below=base_of(folder)
+        )
         return Manifest.model_validate_json(content)
     except (ValidationError, OSError, ForeignFileError):
         return None

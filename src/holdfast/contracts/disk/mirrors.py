@@ -17,10 +17,9 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from holdfast.contracts import environment
+from holdfast.contracts.disk import durable, reading
 from holdfast.contracts.disk.bounds import ByteCount, FilePath, Moment, Seconds
-from holdfast.contracts.disk.durable import to_json, write_bytes
 from holdfast.contracts.disk.paths import MANIFEST, MIRRORED, RunPaths
-from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import ForeignFileError, SpecError
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
@@ -126,13 +125,13 @@ def problem_with_mirror(url: str) -> str | None:
 
 def write_record(directory: Path, record: MirrorRecord) -> None:
     """Record beside a checkpoint's manifest that the mirror has the whole checkpoint."""
-    write_bytes(directory / MIRRORED, to_json(record.model_dump(mode="json")))
+    durable.write_bytes(directory / MIRRORED, durable.to_json(record.model_dump(mode="json")))
 
 
 def read_record(directory: Path) -> MirrorRecord | None:
     """Return the record of the mirrored copy, or None if there is none that can be read."""
     try:
-        content = read_bounded(directory / MIRRORED, below=directory.parent)
+        content = reading.read_bounded(directory / MIRRORED, below=directory.parent)
         return MirrorRecord.model_validate_json(content)
     except (FileNotFoundError, NotADirectoryError, ForeignFileError, ValidationError):
         return None

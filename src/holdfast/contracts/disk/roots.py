@@ -10,9 +10,8 @@ import uuid
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.disk.durable import create_bytes
+from holdfast.contracts.disk import durable, reading
 from holdfast.contracts.disk.paths import ROOT_ID
-from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import ForeignFileError
 
 BYTES_MAX: Final = 64
@@ -23,7 +22,7 @@ _ID: Final = re.compile(rb"[0-9a-f]{32}\n?")
 def read_root_id(root: Path) -> str:
     """Return the UUID of `root`, 32 hexadecimal digits; empty if it has none that can be read."""
     try:
-        content = read_bounded(root / ROOT_ID, BYTES_MAX)
+        content = reading.read_bounded(root / ROOT_ID, BYTES_MAX)
     except (OSError, ForeignFileError):
         return ""
     return content.decode().strip() if _ID.fullmatch(content) else ""
@@ -40,7 +39,7 @@ def ensure_root_id(root: Path) -> str:
     if not (found := read_root_id(root)):
         try:
             # Exclusive, and read afterwards: if two processes create it, both must use the same id.
-            create_bytes(place, f"{uuid.uuid4().hex}\n".encode())
+            durable.create_bytes(place, f"{uuid.uuid4().hex}\n".encode())
         except OSError:
             return ""
         found = read_root_id(root)

@@ -26,13 +26,7 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from holdfast.contracts.errors import AgreementError
-from holdfast.contracts.node.rank_status import (
-    AT_START,
-    NOWHERE,
-    Proposal,
-    RankRecord,
-    RankStatusTable,
-)
+from holdfast.contracts.node import rank_status
 
 ROUNDS_MAX: Final = 24
 MARGINS: Final = (0, 1, 1, 2, 2, 4)
@@ -56,7 +50,7 @@ class NodePort(Protocol):
         """Propose `step` to the node's ranks. Return False if one of them is past it."""
         ...
 
-    def answer(self, serial: int, state: Proposal) -> object:
+    def answer(self, serial: int, state: rank_status.Proposal) -> object:
         """Send the answer `GO`, `SAVE`, `TEST` or `ABORT` to the node's ranks."""
         ...
 
@@ -64,7 +58,7 @@ class NodePort(Protocol):
 class StatusPort:
     """The port of the coordinator's own node."""
 
-    def __init__(self, status_table: RankStatusTable) -> None:
+    def __init__(self, status_table: rank_status.RankStatusTable) -> None:
         self._status_table = status_table
 
     def newest_entered(self) -> int:
@@ -74,7 +68,7 @@ class StatusPort:
         self._status_table.propose(serial, step)
         return self._status_table.accepts(serial, step)
 
-    def answer(self, serial: int, state: Proposal) -> None:
+    def answer(self, serial: int, state: rank_status.Proposal) -> None:
         self._status_table.answer(serial, state)
 
 
@@ -115,7 +109,7 @@ def agree_on_step(
     ports: Sequence[NodePort],
     *,
     first_serial: int = 1,
-    word: Proposal = Proposal.GO,
+    word: rank_status.Proposal = rank_status.Proposal.GO,
     wait_s: float | None = None,
 ) -> tuple[int, int]:
     """Agree with all nodes on one step. Return (step, rounds); `AT_START` means before any step.
@@ -127,19 +121,23 @@ def agree_on_step(
     Raises `AgreementError` if `ROUNDS_MAX` proposals were refused or a node did not answer in
     time, and `ConnectionError` if a node is lost. All reachable ranks have then been sent `ABORT`.
     """
-    newest, ask_all = NOWHERE, partial(ask_together, ports, wait_s=wait_s)
+    newest, ask_all = rank_status.NOWHERE, partial(ask_together, ports, wait_s=wait_s)
     for round_number in range(ROUNDS_MAX):
         serial = first_serial + round_number
         before, newest = newest, max(ask_all(lambda port: port.newest_entered()))
-        step = AT_START if newest == NOWHERE else newest + _margin(round_number, before, newest)
+        step = (
+            rank_status.AT_START
+            if newest == rank_status.NOWHERE
+            else newest + _margin(round_number, before, newest)
+        )
         # Every node is asked even after a refusal, so that all status tables have the same serial.
         try:
             accepted = ask_all(partial(_propose, serial=serial, step=step))
         except (ConnectionError, AgreementError):
             with contextlib.suppress(ConnectionError, AgreementError):
-                ask_all(partial(_answer, serial=serial, verdict=Proposal.ABORT))
+                ask_all(partial(_answer, serial=serial, verdict=rank_status.Proposal.ABORT))
             raise
-        verdict = word if all(accepted) else Proposal.ABORT
+        verdict = word if all(accepted) else rank_status.Proposal.ABORT
         # A node that confirms too late has still received the answer.
         with contextlib.suppress(AgreementError):
             ask_all(partial(_answer, serial=serial, verdict=verdict))
@@ -158,7 +156,7 @@ def _margin(refused: int, before: int, newest: int) -> int:
     the refused round, from `before` to `newest`. Otherwise ranks with steps shorter than a network
     round trip would always be past the proposed step.
     """
-    ran = newest - before if before > NOWHERE else 0
+    ran = newest - before if before > rank_status.NOWHERE else 0
     return MARGINS[min(refused, len(MARGINS) - 1)] + ran
 
 
@@ -166,11 +164,13 @@ def _propose(port: NodePort, serial: int, step: int) -> bool | Future[bool]:
     return port.propose(serial, step)
 
 
-def _answer(port: NodePort, serial: int, verdict: Proposal) -> object:
+def _answer(port: NodePort, serial: int, verdict: rank_status.Proposal) -> object:
     return port.answer(serial, verdict)
 
 
-def consider(status_table: RankStatusTable, record: RankRecord, completed: int) -> Proposal:
+def consider(
+    status_table: rank_status.RankStatusTable, record: rank_status.RankRecord, completed: int
+) -> rank_status.Proposal:
     """Return what a rank must do at the step boundary after `completed`.
 
     `GO` means leave, `SAVE` and `TEST` save or measure with all other ranks and continue, `NONE`
@@ -180,20 +180,20 @@ def consider(status_table: RankStatusTable, record: RankRecord, completed: int) 
     give_up: float | None = None
     while True:
         state, serial, step = status_table.proposal
-        target = record.resumed_step if step == AT_START else step
-        if state in {Proposal.NONE, Proposal.ABORT} or completed != target:
+        target = record.resumed_step if step == rank_status.AT_START else step
+        if state in {rank_status.Proposal.NONE, rank_status.Proposal.ABORT} or completed != target:
             # Publish first, then read the proposal again: a new one may have arrived meanwhile.
             record.go_on(completed)
             if status_table.proposal == (state, serial, step):
-                return Proposal.NONE
+                return rank_status.Proposal.NONE
             continue
-        if state in {Proposal.SAVE, Proposal.TEST}:
+        if state in {rank_status.Proposal.SAVE, rank_status.Proposal.TEST}:
             # From now on this rank counts as past the step, which the stop coordinator waits for.
             record.go_on(completed)
             return state
         record.wait_at(completed, serial)
-        if state is Proposal.GO:
-            return Proposal.GO
+        if state is rank_status.Proposal.GO:
+            return rank_status.Proposal.GO
         give_up = give_up or time.monotonic() + ANSWER_TIMEOUT_S
         if time.monotonic() > give_up:
             raise AgreementError(
@@ -204,7 +204,7 @@ def consider(status_table: RankStatusTable, record: RankRecord, completed: int) 
 
 
 def answer_from_status_table(
-    status_table: RankStatusTable, question: Mapping[str, Any]
+    status_table: rank_status.RankStatusTable, question: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Return a member's answer to a question of the stop agreement; None for other questions."""
     kind = question["kind"]
@@ -219,9 +219,9 @@ def answer_from_status_table(
         status_table.propose(question["serial"], question["step"])
         return {"accepted": status_table.accepts(question["serial"], question["step"])}
     if kind == "answer":
-        status_table.answer(question["serial"], Proposal(question["state"]))
+        status_table.answer(question["serial"], rank_status.Proposal(question["state"]))
         return {}
     if kind == "announce":
         status_table.announce_stop(question.get("deadline"))
-        return {"step": NOWHERE}
+        return {"step": rank_status.NOWHERE}
     return None

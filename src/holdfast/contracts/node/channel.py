@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from holdfast.contracts.disk.durable import to_json, write_bytes
-from holdfast.contracts.disk.filesystems import is_there
+from holdfast.contracts.disk import durable, filesystems
 from holdfast.contracts.errors import AgreementError, MissingNodesError
 from holdfast.contracts.node import handshake
 from holdfast.contracts.node.clocks import GAP_S_MAX, Timeout
@@ -391,7 +390,7 @@ class ChannelHost:
         self._early: deque[tuple[dict[str, Any], dict[str, Any]]] = deque()
         reached_at = list(addresses or handshake.own_addresses())
         document = {"addresses": reached_at, "port": self.port, "token": token.hex()}
-        write_bytes(path, to_json(document), mode=0o600)
+        durable.write_bytes(path, durable.to_json(document), mode=0o600)
         self._switchboard = Switchboard(listener, backlog, token, self._admit, self._take_message)
         # A node may join within microseconds, and `_admit` needs all of the above.
         self._switchboard.start()
@@ -502,7 +501,7 @@ def _join(path: Path, hello: dict[str, Any], timeout_s: float) -> tuple[handshak
     problem = f"{path} does not exist"
     while not timeout.is_over:
         try:
-            if not is_there(path):
+            if not filesystems.is_there(path):
                 time.sleep(POLL_S)
                 continue
             addresses, port, token = handshake.read_address(path)

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from holdfast.contracts.disk import journal_follow, manifest
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
-from holdfast.contracts.disk.journal_follow import KEPT
-from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths, checkpoint_id
 from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.plain_text import counted
@@ -130,7 +129,7 @@ def annotate(
     _require(add, remove, note)
     record, spec = load_identity(paths)
     # A deleted checkpoint is shown nowhere with its tags.
-    if checkpoint is not None and read_manifest(paths.checkpoint(checkpoint)) is None:
+    if checkpoint is not None and manifest.read_manifest(paths.checkpoint(checkpoint)) is None:
         raise NotFoundError(
             f"{checkpoint_id(record.run, checkpoint)}: no committed checkpoint; `holdfast "
             f"checkpoints {record.run}` lists them"
@@ -139,7 +138,7 @@ def annotate(
     subject = checkpoint_id(record.run, checkpoint) if checkpoint else f"run {record.run}"
 
     def current() -> Annotation:
-        events = KEPT.read(paths.journal_of(ANNOTATIONS))
+        events = journal_follow.KEPT.read(paths.journal_of(ANNOTATIONS))
         return fold_annotations(events, spec.tags).get(target, NONE)
 
     former = current()

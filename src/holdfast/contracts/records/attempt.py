@@ -23,6 +23,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from holdfast.contracts.disk import durable, filesystems, reading
 from holdfast.contracts.disk.bounds import (
     GPUS_PER_NODE_MAX,
     NODES_MAX,
@@ -39,11 +40,8 @@ from holdfast.contracts.disk.bounds import (
     Uid,
     problem_with_numbers,
 )
-from holdfast.contracts.disk.durable import create_bytes, to_json, write_bytes
-from holdfast.contracts.disk.filesystems import look_up
 from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.disk.paths import RUN_NAME, AttemptPaths, folder_of
-from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import UnreadableRunError
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.spec.part import RECORDED
@@ -388,7 +386,7 @@ def read_document(kind: type[D], path: Path) -> D | None:
     a huge file.
     """
     try:
-        content = read_bounded(path, below=folder_of(path))
+        content = reading.read_bounded(path, below=folder_of(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
@@ -444,7 +442,7 @@ def read_documents(paths: AttemptPaths) -> AttemptDocuments:
             return None
         if (found := read_document(kind, path)) is None:
             # The folder lists it, so a failed read came from a cached absence. Ask the server once.
-            look_up(path)
+            filesystems.look_up(path)
             found = read_document(kind, path)
         return found
 
@@ -518,10 +516,10 @@ def is_of(outcome: Outcome, number: int) -> bool:
 
 def write_document(path: Path, document: Document) -> None:
     """Replace `path` with `document`, durably."""
-    content = to_json(document.model_dump(mode="json"))
-    write_bytes(path, content, below=folder_of(path))
+    content = durable.to_json(document.model_dump(mode="json"))
+    durable.write_bytes(path, content, below=folder_of(path))
 
 
 def create_document(path: Path, document: Document) -> bool:
     """Create `path` durably and exclusively. Return False if it already exists."""
-    return create_bytes(path, to_json(document.model_dump(mode="json")))
+    return durable.create_bytes(path, durable.to_json(document.model_dump(mode="json")))

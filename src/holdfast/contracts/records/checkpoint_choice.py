@@ -11,9 +11,8 @@ from typing import Final
 from holdfast.contracts.disk.manifest import Manifest, read_manifest
 from holdfast.contracts.disk.paths import LATEST, MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError, NotFoundError
+from holdfast.contracts.records import known_damage, reported
 from holdfast.contracts.records.history import RunHistory, excluded_checkpoints, load_history
-from holdfast.contracts.records.known_damage import damaged_checkpoints
-from holdfast.contracts.records.reported import with_reported
 from holdfast.contracts.spec.keep_rules import ranked
 
 BEST: Final = "best"
@@ -56,7 +55,10 @@ def newest_of_branch(paths: RunPaths, history: RunHistory) -> Manifest:
 def branch_of(paths: RunPaths, history: RunHistory) -> Iterator[Manifest]:
     """Yield the committed checkpoints of the run's branch, newest first, without damaged ones."""
     # Commands must not name a checkpoint that a load would refuse, see decision 91.
-    excluded = {*excluded_checkpoints(history.events), *damaged_checkpoints(history.events)}
+    excluded = {
+        *excluded_checkpoints(history.events),
+        *known_damage.damaged_checkpoints(history.events),
+    }
     for directory in reversed(paths.list_checkpoints()):
         with contextlib.suppress(DamagedCheckpointError):
             manifest = None if directory.name in excluded else read_manifest(directory)
@@ -72,7 +74,7 @@ def _best(paths: RunPaths) -> str:
             f"{paths.name}:{BEST}: the run's spec has no checkpoint.keep.best, so no metric says "
             f"which is best; `holdfast checkpoints {paths.name} --best METRIC` sorts by one"
         )
-    branch = with_reported(branch_of(paths, history), history.events)[::-1]
+    branch = reported.with_reported(branch_of(paths, history), history.events)[::-1]
     found = ranked(branch, rule.metric, rule.mode)
     if not found:
         raise NotFoundError(

@@ -24,15 +24,8 @@ from holdfast.contracts.disk.journal import Event
 from holdfast.contracts.disk.journal_follow import JournalPlace, follow
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, has_spec
 from holdfast.contracts.errors import reading_run
+from holdfast.contracts.records import history
 from holdfast.contracts.records.attempt import Request, RunRecord
-from holdfast.contracts.records.history import (
-    AttemptView,
-    Lines,
-    RunHistory,
-    excluded_checkpoints,
-    load_identity,
-    view_attempt,
-)
 from holdfast.contracts.records.tally import Tally, subject_of, total
 from holdfast.contracts.spec.run_spec import RunSpec
 
@@ -49,7 +42,7 @@ KEPT_MAX: Final = 10_000
 _Line = tuple[tuple[float, str, int, int], Event]
 
 
-def load_tallied(paths: RunPaths, *, late: bool = True) -> RunHistory:
+def load_tallied(paths: RunPaths, *, late: bool = True) -> history.RunHistory:
     """Return the history of a run from all its files, as `HistoryReader` does. Raises like it.
 
     If this process has read the run before, only new lines are read.
@@ -81,7 +74,7 @@ class HistoryReader:
         """The number of lines in memory."""
         return len(self._all.lines)
 
-    def load(self, *, late: bool = False) -> RunHistory:
+    def load(self, *, late: bool = False) -> history.RunHistory:
         """Return the history, with a tally in place of the frequent lines. Raises `HoldfastError`.
 
         Lines that are added to an attempt long after its end may be missing for `AGAIN_S` seconds,
@@ -96,7 +89,7 @@ class HistoryReader:
 
     def _identify(self) -> None:
         """Read which run this is. Forget everything about another run in the same folder."""
-        identity = load_identity(self._paths)
+        identity = history.load_identity(self._paths)
         # A folder can be deleted and created again under the same name. The record's uid tells.
         if self._identity is not None and self._identity[0] != identity[0]:
             self._run, self._attempts = _Folder(self._paths.journal), {}
@@ -104,7 +97,7 @@ class HistoryReader:
             self._is_first = True
         self._identity = identity
 
-    def _load(self, record: RunRecord, spec: RunSpec, *, late: bool) -> RunHistory:
+    def _load(self, record: RunRecord, spec: RunSpec, *, late: bool) -> history.RunHistory:
         now = time.monotonic()
         self._attempts = {
             number: self._attempts.get(number) or _Attempt.of(self._paths.attempt(number))
@@ -117,7 +110,7 @@ class HistoryReader:
             self._exclude(excluded)
             self._follow(now, late=late)
         self._look(now, late=late)
-        return RunHistory(
+        return history.RunHistory(
             paths=self._paths,
             record=record,
             spec=spec,
@@ -130,7 +123,7 @@ class HistoryReader:
 
     def _look(self, now: float, *, late: bool) -> None:
         """Make the views of attempts that are new, live, or have changed."""
-        former: AttemptView | None = None
+        former: history.AttemptView | None = None
         by_attempt = self._all.grouped.by_attempt
         for number, one in self._attempts.items():
             events = by_attempt.get(number, [])
@@ -282,7 +275,7 @@ class _Sum:
 
     lines: list[_Line] = field(default_factory=list)
     events: tuple[Event, ...] = ()
-    grouped: Lines = field(default_factory=lambda: Lines(()))
+    grouped: history.Lines = field(default_factory=lambda: history.Lines(()))
     excluded: frozenset[str] = frozenset()
     tally: Tally = field(default_factory=Tally)
     changes: int = 0
@@ -299,8 +292,8 @@ class _Sum:
             self.changes += 1
             self.lines = sorted(chain.from_iterable(part.lines for part in parts), key=_order)
             self.events = tuple(event for _, event in self.lines)
-            self.grouped = Lines(self.events)
-            self.excluded = excluded_checkpoints(self.events)
+            self.grouped = history.Lines(self.events)
+            self.excluded = history.excluded_checkpoints(self.events)
         self.tally = total(part.tally for part in parts)
         self._kept, self._counted = kept, counted
         return True
@@ -316,7 +309,7 @@ class _Attempt:
 
     paths: AttemptPaths
     folder: _Folder
-    view: AttemptView | None = None
+    view: history.AttemptView | None = None
     # The documents and the lines from which the view was made.
     documents: tuple[object, ...] = ()
     events: Sequence[Event] = ()
@@ -338,10 +331,10 @@ class _Attempt:
         """Return True if the view is out of date, for example because the folder was replaced."""
         return self.documents != _stamps(self.paths) or self.events != events
 
-    def look(self, events: Sequence[Event], now: float, former: AttemptView | None) -> None:
+    def look(self, events: Sequence[Event], now: float, former: history.AttemptView | None) -> None:
         """Make the view from the attempt's documents and lines."""
         self.documents, self.events = _stamps(self.paths), events
-        view = view_attempt(self.paths, events)
+        view = history.view_attempt(self.paths, events)
         if view.state.is_terminal:
             self.ended_since = now if self.ended_since is None else self.ended_since
             view = _shared(view, former)
@@ -363,7 +356,7 @@ def _stamps(paths: AttemptPaths) -> tuple[object, ...]:
     return tuple(found)
 
 
-def _shared(view: AttemptView, former: AttemptView | None) -> AttemptView:
+def _shared(view: history.AttemptView, former: history.AttemptView | None) -> history.AttemptView:
     """Return the view with the parts of its request that equal those of the `former` attempt.
 
     Most of a request repeats the spec. A thousand attempts would need a thousand copies.

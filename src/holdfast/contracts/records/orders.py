@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Final, Protocol
 
-from holdfast.contracts.disk.file_locks import locked
+from holdfast.contracts.disk import file_locks, journal_follow
 from holdfast.contracts.disk.journal import FOREIGN_LOCK_S, Event, EventKind, JournalWriter
-from holdfast.contracts.disk.journal_follow import KEPT
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import OrdersChangedError, RunConflictError
 from holdfast.contracts.plain_text import counted
@@ -124,7 +123,7 @@ class OrderBook:
                 journal.append(EventKind.ORDER_STATE, **facts)
 
     def _events(self) -> tuple[Event, ...]:
-        return KEPT.read(self._path)
+        return journal_follow.KEPT.read(self._path)
 
 
 @contextlib.contextmanager
@@ -132,7 +131,7 @@ def open_orders(paths: RunPaths) -> Iterator[OrderBook]:
     """Hold the lock of the run's orders. Raises `RunConflictError` if another process keeps it."""
     # Another user's folder may have a lock that its owner holds on purpose.
     wait_s = TURN_S if paths.is_mine() else FOREIGN_LOCK_S
-    with locked(paths.orders_lock, wait_s) as is_locked:
+    with file_locks.locked(paths.orders_lock, wait_s) as is_locked:
         if not is_locked:
             raise RunConflictError(
                 f"run {paths.name}: another process has kept {paths.orders_lock} locked for "

@@ -7,8 +7,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.disk.file_locks import wait_for_lock
-from holdfast.contracts.disk.reading import open_regular
+from holdfast.contracts.disk import file_locks, reading
 from holdfast.contracts.errors import ForeignFileError
 
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
@@ -23,13 +22,13 @@ def is_supervised(path: Path) -> bool | None:
     supervisor.
     """
     try:
-        with open(open_regular(path), "rb") as lock:
+        with open(reading.open_regular(path), "rb") as lock:
             # Anyone can hold the `flock` of a file that they can open. Such a file would show a
             # supervisor where there is none.
             if not _counts(os.fstat(lock.fileno()), path.parent.stat().st_uid):
                 return False
             # Shared: an exclusive probe of one process would look like a supervisor to another's.
-            return not wait_for_lock(lock.fileno(), shared=True)
+            return not file_locks.wait_for_lock(lock.fileno(), shared=True)
     except PermissionError:
         return None
     except (OSError, ForeignFileError):

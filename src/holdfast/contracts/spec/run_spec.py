@@ -13,20 +13,16 @@ from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
-from holdfast.contracts.disk.digests import document_digest
-from holdfast.contracts.disk.paths import SPEC_NAME
+from holdfast.contracts.disk import digests, paths
 from holdfast.contracts.environment import KEYS_OF_VARIABLES, S3_ENDPOINT
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.spec import sections
+from holdfast.contracts.spec import effects, sections, steps_total, written
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.spec.consumers import CONSUMERS_MAX, Consumer, problem_with_names
-from holdfast.contracts.spec.effects import problems_of_effects, written_keys
 from holdfast.contracts.spec.part import SpecPart, is_recorded
 from holdfast.contracts.spec.resources import NodeShare, Resources, share_of
 from holdfast.contracts.spec.secrets import EnvironmentValue, SecretReference
-from holdfast.contracts.spec.steps_total import problem_with_steps
 from holdfast.contracts.spec.tags import problem_with_tags
-from holdfast.contracts.spec.written import keys_of, source_of
 
 _OWN = "HOLDFAST_"
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -87,7 +83,7 @@ class RunSpec(SpecPart):
     @field_validator("name")
     @classmethod
     def _name_is_a_file_name(cls, value: str) -> str:
-        if not SPEC_NAME.fullmatch(value):
+        if not paths.SPEC_NAME.fullmatch(value):
             raise ValueError(
                 f"{value[:120]!r}: expected up to 100 letters, digits, '-' and '_', starting "
                 "with a letter or digit"
@@ -120,7 +116,7 @@ class RunSpec(SpecPart):
     @field_validator("config")
     @classmethod
     def _steps_are_a_number(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        problem = problem_with_steps(value)
+        problem = steps_total.problem_with_steps(value)
         if problem and not is_recorded(info):
             raise ValueError(problem)
         return value
@@ -166,7 +162,9 @@ class RunSpec(SpecPart):
     @model_validator(mode="after")
     def _every_key_has_an_effect(self, info: ValidationInfo) -> RunSpec:
         """Refuse keys that cannot act in this run, one problem a line; see `spec_effects`."""
-        if not is_recorded(info) and (problems := problems_of_effects(self, written_keys(self))):
+        if not is_recorded(info) and (
+            problems := effects.problems_of_effects(self, effects.written_keys(self))
+        ):
             raise ValueError("\n".join(problems))
         return self
 
@@ -230,8 +228,8 @@ class RunSpec(SpecPart):
     @property
     def sources(self) -> dict[str, str]:
         """Where each key that somebody wrote comes from, by dotted names: see `written`."""
-        keys = keys_of(self, written=True)
-        return {key: source_of(key, self._origins) for key, _ in keys}
+        keys = written.keys_of(self, written=True)
+        return {key: written.source_of(key, self._origins) for key, _ in keys}
 
     @property
     def origins(self) -> dict[str, str]:
@@ -248,4 +246,4 @@ class RunSpec(SpecPart):
     def digest(self) -> str:
         """SHA-256 of the spec without its tags, with the defaults of this version of Holdfast."""
         # Tags only help to find a run, and they may change while it trains.
-        return document_digest(self.model_dump(mode="json", exclude={"tags"}))
+        return digests.document_digest(self.model_dump(mode="json", exclude={"tags"}))

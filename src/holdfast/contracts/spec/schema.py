@@ -13,10 +13,9 @@ from typing import Any, Final
 from pydantic.json_schema import GenerateJsonSchema
 
 from holdfast.contracts.disk.paths import SPEC_NAME
+from holdfast.contracts.spec import secrets, tags
 from holdfast.contracts.spec.checkpoint import DURATION, SIZE
 from holdfast.contracts.spec.run_spec import ENVIRONMENT_NAME, RunSpec
-from holdfast.contracts.spec.secrets import KINDS
-from holdfast.contracts.spec.tags import TAG, TAGS_MAX
 
 # The draft that editors for TOML and YAML support.
 DIALECT: Final = "http://json-schema.org/draft-07/schema#"
@@ -44,8 +43,8 @@ def run_spec_schema() -> dict[str, Any]:
     parts: dict[str, Any] = {"RunSpec": schema, **schema["$defs"]}
     for (part, key), pattern in PATTERNS.items():
         _text(parts[part]["properties"][key])["pattern"] = f"^(?:{pattern})$"
-    tag = {"type": "string", "pattern": f"^(?:{TAG.pattern})$"}
-    schema["properties"]["tags"] |= {"items": tag, "maxItems": TAGS_MAX}
+    tag = {"type": "string", "pattern": f"^(?:{tags.TAG.pattern})$"}
+    schema["properties"]["tags"] |= {"items": tag, "maxItems": tags.TAGS_MAX}
     for part in parts.values():
         for value in part.get("properties", {}).values():
             # An editor would write these as if somebody had chosen them.
@@ -60,7 +59,7 @@ def _describe_secrets(schema: dict[str, Any]) -> None:
     schema["$defs"][REFERENCE] = {
         "type": "object",
         "description": "reference to a secret: one of its keys",
-        "properties": {kind: {"type": "string"} for kind in KINDS},
+        "properties": {kind: {"type": "string"} for kind in secrets.KINDS},
         "additionalProperties": False,
         "minProperties": 1,
         "maxProperties": 1,

@@ -20,11 +20,9 @@ from typing import Annotated, Any, Final
 
 from pydantic import PlainSerializer, PlainValidator
 
+from holdfast.contracts.disk import durable, file_locks, reading
 from holdfast.contracts.disk.bounds import TEXT_CHARACTERS_MAX
-from holdfast.contracts.disk.durable import write_bytes
-from holdfast.contracts.disk.file_locks import locked
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.disk.reading import held_folder, open_regular
 from holdfast.contracts.errors import ForeignFileError, SecretError
 from holdfast.contracts.redaction import HIDDEN, SECRET_CHARACTERS_MIN, secrets_of
 
@@ -138,7 +136,7 @@ def read_secret_file(source: str) -> str:
     """
     try:
         path = Path(source).expanduser().resolve()
-        handle = open_regular(path)
+        handle = reading.open_regular(path)
     except ForeignFileError as error:
         raise SecretError(f"{error.problem}; expected a regular file") from error
     except (OSError, RuntimeError, ValueError) as error:
@@ -209,7 +207,7 @@ def read_record(paths: RunPaths, references: Mapping[str, SecretReference]) -> d
     Raises `SecretError` if the file is damaged or is not private to this user.
     """
     try:
-        handle = open_regular(paths.secrets, below=paths.directory)
+        handle = reading.open_regular(paths.secrets, below=paths.directory)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ForeignFileError) as error:
@@ -246,7 +244,7 @@ def write_record(
     """Replace the run's recorded values durably, in a file that only this user can read."""
     with contextlib.suppress(FileExistsError):
         paths.private.mkdir(mode=0o700)
-    with held_folder(paths.private, below=paths.directory) as folder:
+    with reading.held_folder(paths.private, below=paths.directory) as folder:
         status = os.stat(folder)
         if status.st_uid != os.geteuid():
             raise SecretError(f"{paths.private} belongs to user {status.st_uid}; delete it")
@@ -256,7 +254,7 @@ def write_record(
             for name, value in values.items()
         }
         content = json.dumps({"format": 1, "values": entries}).encode("ascii")
-        write_bytes(folder / paths.secrets.name, content, mode=0o600)
+        durable.write_bytes(folder / paths.secrets.name, content, mode=0o600)
 
 
 def forget_record(paths: RunPaths, is_over: Callable[[], bool]) -> None:
@@ -269,13 +267,13 @@ def forget_record(paths: RunPaths, is_over: Callable[[], bool]) -> None:
     with contextlib.suppress(OSError, ForeignFileError):
         if not os.path.lexists(paths.private) or not paths.is_mine():
             return
-        with locked(paths.orders_lock, LOCK_S) as is_locked:
+        with file_locks.locked(paths.orders_lock, LOCK_S) as is_locked:
             if is_locked and is_over():
                 _empty(paths)
 
 
 def _empty(paths: RunPaths) -> None:
-    with held_folder(paths.private, below=paths.directory) as folder:
+    with reading.held_folder(paths.private, below=paths.directory) as folder:
         for name in os.listdir(folder):
             # A crash may have left a temporary file beside the record.
             if name.lstrip(".").startswith(paths.secrets.name):
