@@ -20,20 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import (
-    ARRAY,
-    Column,
-    ColumnElement,
-    Connection,
-    Engine,
-    Select,
-    Text,
-    and_,
-    bindparam,
-    func,
-    or_,
-    select,
-)
+import sqlalchemy as sa
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.lineage.database.tables import RUNS, Row
@@ -79,7 +66,7 @@ class _Asked:
     shown: list[str]
 
 
-_ASKED: Final[WeakKeyDictionary[Engine, _Asked]] = WeakKeyDictionary()
+_ASKED: Final[WeakKeyDictionary[sa.Engine, _Asked]] = WeakKeyDictionary()
 _ASKING: Final = threading.Lock()
 
 
@@ -131,13 +118,17 @@ def may_read(row: Mapping[str, Any], account: Account | None = None) -> bool:
     )
 
 
-def readable(connection: Connection, query: Select[Any], run: Column[str] = RUNS.c.uid) -> Any:
+def readable(
+    connection: sa.Connection, query: sa.Select[Any], run: sa.Column[str] = RUNS.c.uid
+) -> Any:
     """Return `query` for the runs that this account may read; `run` is the column of their uid."""
     condition = may_see(connection, run)
     return query if condition is None else query.where(condition)
 
 
-def may_see(connection: Connection, run: Column[str] = RUNS.c.uid) -> ColumnElement[bool] | None:
+def may_see(
+    connection: sa.Connection, run: sa.Column[str] = RUNS.c.uid
+) -> sa.ColumnElement[bool] | None:
     """Return the condition for the runs that this account may read; None for all of them."""
     account = Account.current()
     if account.is_root:
@@ -146,18 +137,20 @@ def may_see(connection: Connection, run: Column[str] = RUNS.c.uid) -> ColumnElem
     is_own = run is RUNS.c.uid
     table = RUNS if is_own else RUNS.alias("seen")
     columns = table.c
-    by_row = or_(columns.is_public.is_(True), columns.reader_gid.in_(sorted(account.groups)))
+    by_row = sa.or_(columns.is_public.is_(True), columns.reader_gid.in_(sorted(account.groups)))
     if asked.hidden:
-        by_row = and_(by_row, columns.uid.not_in(_listed(connection, "hidden", asked.hidden)))
-    condition = or_(columns.owner_uid == account.uid, by_row)
+        by_row = sa.and_(by_row, columns.uid.not_in(_listed(connection, "hidden", asked.hidden)))
+    condition = sa.or_(columns.owner_uid == account.uid, by_row)
     if asked.shown:
-        condition = or_(condition, columns.uid.in_(_listed(connection, "shown", asked.shown)))
+        condition = sa.or_(condition, columns.uid.in_(_listed(connection, "shown", asked.shown)))
     return (
-        condition if is_own else select(table.c.uid).where(columns.uid == run, condition).exists()
+        condition
+        if is_own
+        else sa.select(table.c.uid).where(columns.uid == run, condition).exists()
     )
 
 
-def _ask(connection: Connection, account: Account) -> _Asked:
+def _ask(connection: sa.Connection, account: Account) -> _Asked:
     """Return where the disk and the rows of other accounts' runs differ, asked not long ago."""
     known = _ASKED.get(connection.engine)
     if known and known.account == account and time.monotonic() < known.until:
@@ -183,21 +176,21 @@ def _ask(connection: Connection, account: Account) -> _Asked:
         _ASKING.release()
 
 
-def _others(connection: Connection, account: Account) -> Iterator[Row]:
+def _others(connection: sa.Connection, account: Account) -> Iterator[Row]:
     owner = RUNS.c.owner_uid
     # Unlike `!=`, these conditions use the index.
-    is_other = or_(owner.is_(None), owner < account.uid, owner > account.uid)
-    query = select(*(RUNS.c[name] for name in ("uid", *PERMISSIONS))).where(is_other)
+    is_other = sa.or_(owner.is_(None), owner < account.uid, owner > account.uid)
+    query = sa.select(*(RUNS.c[name] for name in ("uid", *PERMISSIONS))).where(is_other)
     for row in connection.execute(query).mappings():
         yield dict(row)
 
 
-def _listed(connection: Connection, name: str, uids: list[str]) -> Any:
+def _listed(connection: sa.Connection, name: str, uids: list[str]) -> Any:
     """Return a list of uids as one value of a statement, so that there may be any number."""
     if connection.dialect.name == "postgresql":
-        return select(func.unnest(bindparam(name, uids, ARRAY(Text()), unique=True)))
-    listed = func.json_each(bindparam(name, json.dumps(uids), unique=True))
-    return select(listed.table_valued("value").c.value)
+        return sa.select(sa.func.unnest(sa.bindparam(name, uids, sa.ARRAY(sa.Text()), unique=True)))
+    listed = sa.func.json_each(sa.bindparam(name, json.dumps(uids), unique=True))
+    return sa.select(listed.table_valued("value").c.value)
 
 
 def _places(paths: RunPaths) -> Iterator[tuple[Path, int]]:

@@ -14,16 +14,13 @@ from alembic.util import CommandError
 from sqlalchemy import Connection, NullPool
 
 from holdfast.contracts.errors import LineageError, QueryError
+from holdfast.lineage.database import limits, schema, sqlite_file
 from holdfast.lineage.database.engine import (
     WRITES,
     make_engine,
     parse_url,
     translate_errors,
 )
-from holdfast.lineage.database.limits import MIGRATIONS
-from holdfast.lineage.database.schema import current_revision, newer_schema
-from holdfast.lineage.database.sqlite_file import MIGRATIONS as SCRIPTS
-from holdfast.lineage.database.sqlite_file import known_revisions, prepare_file
 
 # Alembic keeps its state in module globals, so only one thread of a process may migrate at a time.
 _MIGRATING: Final = threading.Lock()
@@ -32,7 +29,7 @@ _MIGRATING: Final = threading.Lock()
 def upgrade(url: str | None = None, revision: str = "head") -> str:
     """Upgrade the schema to `revision` and return the new revision. Safe to run concurrently."""
     _migrate(url, command.upgrade, revision)
-    return current_revision(url) or ""
+    return schema.current_revision(url) or ""
 
 
 def downgrade(url: str | None, revision: str) -> str | None:
@@ -40,14 +37,14 @@ def downgrade(url: str | None, revision: str) -> str | None:
 
     Raises `QueryError` for an unknown revision.
     """
-    known = known_revisions()
+    known = sqlite_file.known_revisions()
     if revision not in {"base", *known} and not revision.startswith("-"):
         raise QueryError(
             f"{revision!r}: not a revision of the schema. Expected one of {', '.join(known)}, or "
             "base"
         )
     _migrate(url, command.downgrade, revision)
-    return current_revision(url)
+    return schema.current_revision(url)
 
 
 @contextlib.contextmanager
@@ -59,8 +56,8 @@ def connect_for_migration(url: str | None = None) -> Iterator[Connection]:
     """
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
-        prepare_file(Path(parsed.database or "").absolute())
-    engine = make_engine(parsed, MIGRATIONS, foreign_keys=False, poolclass=NullPool)
+        sqlite_file.prepare_file(Path(parsed.database or "").absolute())
+    engine = make_engine(parsed, limits.MIGRATIONS, foreign_keys=False, poolclass=NullPool)
     try:
         with translate_errors(parsed), engine.connect() as connection:
             yield connection.execution_options(**{WRITES: True})
@@ -70,11 +67,11 @@ def connect_for_migration(url: str | None = None) -> Iterator[Connection]:
 
 def _migrate(url: str | None, act: Any, revision: str) -> None:
     parsed = parse_url(url)
-    found = current_revision(url)
-    if found is not None and found not in known_revisions():
-        raise LineageError(newer_schema(parsed, found))
+    found = schema.current_revision(url)
+    if found is not None and found not in sqlite_file.known_revisions():
+        raise LineageError(schema.newer_schema(parsed, found))
     config = Config()
-    config.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
+    config.set_main_option("script_location", str(sqlite_file.MIGRATIONS).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     with _MIGRATING, connect_for_migration(url) as connection:
         config.attributes["connection"] = connection

@@ -16,23 +16,7 @@ from operator import itemgetter
 from typing import Any, Final, get_args
 
 import orjson
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    CheckConstraint,
-    Column,
-    Connection,
-    Double,
-    ForeignKeyConstraint,
-    Index,
-    Integer,
-    MetaData,
-    Table,
-    Text,
-    false,
-    func,
-    select,
-)
+import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
 from holdfast.contracts.states import AttemptState, Cause, RunState
@@ -46,7 +30,7 @@ COPY_ROWS_MIN: Final = 50
 Row = dict[str, Any]
 
 # The names of constraints are the same in every database.
-METADATA: Final = MetaData(
+METADATA: Final = sa.MetaData(
     naming_convention={
         "ix": "ix_%(table_name)s_%(column_0_N_name)s",
         "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -58,43 +42,43 @@ METADATA: Final = MetaData(
 
 
 _TYPES: Final[Mapping[Any, Any]] = {
-    str: Text,
-    int: BigInteger,
-    float: Double,
-    bool: Boolean,
+    str: sa.Text,
+    int: sa.BigInteger,
+    float: sa.Double,
+    bool: sa.Boolean,
     dict: OBJECT,
     list: TEXTS,
 }
 _KEY: Final = {"primary_key": True, "autoincrement": False}
 TEXT_KEY: Final = (str, _KEY)
-NUMBER_KEY: Final = (Integer, _KEY)
+NUMBER_KEY: Final = (sa.Integer, _KEY)
 BIG_NUMBER_KEY: Final = (int, _KEY)
 
 
-def _table(name: str, columns: Mapping[str, Any], *rules: Any) -> Table:
+def _table(name: str, columns: Mapping[str, Any], *rules: Any) -> sa.Table:
     """Return a table. A column is a type, or one with SQLAlchemy's options for it."""
-    return Table(name, METADATA, *(_column(*one) for one in columns.items()), *rules)
+    return sa.Table(name, METADATA, *(_column(*one) for one in columns.items()), *rules)
 
 
-def _column(name: str, given: Any) -> Column[Any]:
+def _column(name: str, given: Any) -> sa.Column[Any]:
     kind, options = given if isinstance(given, tuple) else (given, {})
     kinds = get_args(kind) or (kind,)
-    return Column(name, _TYPES.get(kinds[0], kinds[0]), nullable=len(kinds) > 1, **options)
+    return sa.Column(name, _TYPES.get(kinds[0], kinds[0]), nullable=len(kinds) > 1, **options)
 
 
 def _listing(values: Iterable[str]) -> str:
     return ", ".join(f"'{value}'" for value in values)
 
 
-def _one_of(column: str, values: type[StrEnum]) -> CheckConstraint:
-    return CheckConstraint(f"{column} IN ({_listing(values)})", name=column)
+def _one_of(column: str, values: type[StrEnum]) -> sa.CheckConstraint:
+    return sa.CheckConstraint(f"{column} IN ({_listing(values)})", name=column)
 
 
-def _part_of(table: str, **columns: str) -> ForeignKeyConstraint:
+def _part_of(table: str, **columns: str) -> sa.ForeignKeyConstraint:
     """Return a key that refers to the same run in `table`; `columns` maps own to other names."""
     own = {"run_uid": "run_uid", **columns}
     others = [f"{table}.{name}" for name in own.values()]
-    return ForeignKeyConstraint(list(own), others, ondelete="CASCADE")
+    return sa.ForeignKeyConstraint(list(own), others, ondelete="CASCADE")
 
 
 # The tags and the newest note of a run or a checkpoint, see `contracts.records.annotations`.
@@ -148,19 +132,19 @@ RUNS: Final = _table(
         "deleted_bytes": (int, {"server_default": "0"}),
         "owner_uid": int | None,
         "reader_gid": int | None,
-        "is_public": (bool, {"server_default": false()}),
+        "is_public": (bool, {"server_default": sa.false()}),
         **_ANNOTATION,
     },
     _one_of("state", RunState),
-    Index(None, "created_at", "uid"),
-    Index(None, "updated_at", "uid"),
-    Index(None, "name", "uid"),
-    Index(None, "run", "created_at"),
-    Index(None, "state", "created_at", "uid"),
-    Index(None, "owner_uid"),
+    sa.Index(None, "created_at", "uid"),
+    sa.Index(None, "updated_at", "uid"),
+    sa.Index(None, "name", "uid"),
+    sa.Index(None, "run", "created_at"),
+    sa.Index(None, "state", "created_at", "uid"),
+    sa.Index(None, "owner_uid"),
     # PostgreSQL has a hash index, because a path may be too long for a B-tree. The migration says
     # so, because the option would import PostgreSQL's dialect here.
-    Index(None, "root"),
+    sa.Index(None, "root"),
 )
 
 # One attempt: one scheduler job of a run. The digests are from its request.
@@ -202,7 +186,7 @@ ATTEMPTS: Final = _table(
     _part_of("runs", run_uid="uid"),
     _one_of("state", AttemptState),
     _one_of("cause", Cause),
-    Index(None, "job_id"),
+    sa.Index(None, "job_id"),
 )
 
 # A node of an attempt; `fault` is the failure's cause if it is attributed to this node.
@@ -218,7 +202,7 @@ NODES: Final = _table(
     },
     _part_of("attempts", attempt="number"),
     _one_of("fault", Cause),
-    Index(None, "host", "fault", "started_at"),
+    sa.Index(None, "host", "fault", "started_at"),
 )
 
 # One launch of torchrun inside an attempt.
@@ -296,12 +280,12 @@ CHECKPOINTS: Final = _table(
     },
     _part_of("runs", run_uid="uid"),
     _one_of("state", CheckpointState),
-    CheckConstraint("step >= 0", name="step"),
-    CheckConstraint("bytes >= 0", name="bytes"),
-    CheckConstraint(PARENT_IS_EARLIER, name="parent"),
-    Index(None, "run_uid", "step", "attempt", "launch", unique=True),
-    Index(None, "run_uid", "state", "step", "attempt", "launch"),
-    Index(None, "parent_uid", "parent_name"),
+    sa.CheckConstraint("step >= 0", name="step"),
+    sa.CheckConstraint("bytes >= 0", name="bytes"),
+    sa.CheckConstraint(PARENT_IS_EARLIER, name="parent"),
+    sa.Index(None, "run_uid", "step", "attempt", "launch", unique=True),
+    sa.Index(None, "run_uid", "state", "step", "attempt", "launch"),
+    sa.Index(None, "parent_uid", "parent_name"),
 )
 
 # One file of a checkpoint; `number` is its position in the manifest.
@@ -336,10 +320,10 @@ EDGES: Final = _table(
         "target": str,
     },
     _part_of("runs", run_uid="uid"),
-    CheckConstraint(f"kind IN ({_listing(STORED_EDGES)})", name="kind"),
-    Index(None, "run_uid"),
-    Index(None, "source_uid"),
-    Index(None, "target_uid"),
+    sa.CheckConstraint(f"kind IN ({_listing(STORED_EDGES)})", name="kind"),
+    sa.Index(None, "run_uid"),
+    sa.Index(None, "source_uid"),
+    sa.Index(None, "target_uid"),
 )
 
 # The number of lines read from a journal; `journal` is its path in the run's folder.
@@ -367,8 +351,8 @@ EVENTS: Final = _table(
         "data": dict,
     },
     _part_of("journals", journal="journal"),
-    Index(None, "run_uid", "time", "journal", "opening", "sequence"),
-    Index(None, "run_uid", "kind", "time"),
+    sa.Index(None, "run_uid", "time", "journal", "opening", "sequence"),
+    sa.Index(None, "run_uid", "kind", "time"),
 )
 # The lines of a run in order.
 IN_ORDER: Final = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.opening, EVENTS.c.sequence)
@@ -420,17 +404,19 @@ TABLES: Final = (
 )
 
 
-def lock_run(connection: Connection, uid: str) -> None:
+def lock_run(connection: sa.Connection, uid: str) -> None:
     """Lock a run against other ingests until the transaction ends.
 
     SQLite needs no lock: it has one writer at a time, which is this transaction.
     """
     if connection.dialect.name == "postgresql":
-        connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(uid, 0))))
+        connection.execute(
+            sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended(uid, 0)))
+        )
 
 
 def upsert(
-    connection: Connection, table: Table, rows: Iterable[Row], *, is_new: bool = False
+    connection: sa.Connection, table: sa.Table, rows: Iterable[Row], *, is_new: bool = False
 ) -> None:
     """Insert rows, or replace those with the same key. Of several rows with one key, the last wins.
 
@@ -450,7 +436,7 @@ def upsert(
 
 
 @cache
-def _insert(table: Table, dialect: str, *, is_new: bool) -> Any:
+def _insert(table: sa.Table, dialect: str, *, is_new: bool) -> Any:
     """Return a statement that inserts rows, and replaces those with the same key unless `is_new`.
 
     SQLAlchemy takes longer to make it than to run it.
@@ -463,7 +449,7 @@ def _insert(table: Table, dialect: str, *, is_new: bool) -> Any:
     return statement.on_conflict_do_update(index_elements=keys, set_=others)
 
 
-def _copy(connection: Connection, table: Table, rows: Sequence[Row], *, is_new: bool) -> None:
+def _copy(connection: sa.Connection, table: sa.Table, rows: Sequence[Row], *, is_new: bool) -> None:
     """Write many rows by PostgreSQL's COPY, which is several times as fast as INSERT.
 
     COPY cannot replace rows. So unless the rows are new, it fills a temporary table, from which
@@ -494,7 +480,7 @@ def _copy(connection: Connection, table: Table, rows: Sequence[Row], *, is_new: 
         raise DBAPIError(f"COPY {table.name}", None, error) from error
 
 
-def _send(cursor: Any, statement: str, table: Table, rows: Sequence[Row]) -> None:
+def _send(cursor: Any, statement: str, table: sa.Table, rows: Sequence[Row]) -> None:
     """Send rows to a COPY statement, with documents as JSON."""
     values = itemgetter(*(column.name for column in table.columns))
     documents = [i for i, c in enumerate(table.columns) if isinstance(c.type, DocumentColumn)]

@@ -11,16 +11,14 @@ from pathlib import Path
 from sqlalchemy import URL, Connection, Engine
 
 from holdfast.contracts.errors import DamagedIndexError, LineageError
+from holdfast.lineage.database import heal, schema, sqlite_file
 from holdfast.lineage.database.engine import (
     WRITES,
     make_engine,
     parse_url,
     translate_errors,
 )
-from holdfast.lineage.database.heal import quarantine, was_database
 from holdfast.lineage.database.limits import ORDINARY, DatabaseLimits
-from holdfast.lineage.database.schema import problem_of, revision_of
-from holdfast.lineage.database.sqlite_file import prepare_file
 
 
 class Database:
@@ -122,7 +120,7 @@ def open_database(url: str | None = None, limits: DatabaseLimits = ORDINARY) -> 
     if parsed.get_backend_name() == "sqlite":
         _make_usable(parsed, url)
     else:
-        problem = problem_of(parsed, revision_of(parsed))
+        problem = schema.problem_of(parsed, schema.revision_of(parsed))
         if problem:
             raise LineageError(problem)
     return Database(make_engine(parsed, limits))
@@ -130,12 +128,12 @@ def open_database(url: str | None = None, limits: DatabaseLimits = ORDINARY) -> 
 
 def _make_usable(parsed: URL, url: str | None) -> None:
     """Create a SQLite file or upgrade its schema, after a damaged one is moved away."""
-    prepare_file(Path(parsed.database or "").absolute())
+    sqlite_file.prepare_file(Path(parsed.database or "").absolute())
     try:
         _bring_up_to_date(parsed, url)
     except DamagedIndexError:
         # Any other file is not an index: the URL is wrong, and the file must stay.
-        if not was_database(Path(parsed.database or "")):
+        if not heal.was_database(Path(parsed.database or "")):
             raise
         replace_damaged(parsed)
         _bring_up_to_date(parsed, url)
@@ -146,7 +144,7 @@ def replace_damaged(url: URL) -> None:
 
     Raises `LineageError` if the file cannot be moved.
     """
-    aside = quarantine(Path(url.database or ""))
+    aside = heal.quarantine(Path(url.database or ""))
     if aside is not None:
         warnings.warn(
             f"{url.database}: the index was damaged. It was moved to {aside} and a new one is "
@@ -157,7 +155,7 @@ def replace_damaged(url: URL) -> None:
 
 
 def _bring_up_to_date(parsed: URL, url: str | None) -> None:
-    if problem_of(parsed, revision_of(parsed)):
+    if schema.problem_of(parsed, schema.revision_of(parsed)):
         # Alembic takes a third of a second and 12 MB to import, and is hardly ever needed.
         from holdfast.lineage.database.schema_changes import upgrade
 

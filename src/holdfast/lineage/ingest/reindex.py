@@ -11,9 +11,8 @@ from typing import Final
 from pydantic import BaseModel
 from sqlalchemy import select
 
+from holdfast.contracts.disk import roots, visits
 from holdfast.contracts.disk.paths import RunPaths, list_runs
-from holdfast.contracts.disk.roots import read_root_id
-from holdfast.contracts.disk.visits import visit
 from holdfast.contracts.errors import LineageError, NotFoundError
 from holdfast.lineage.database.tables import RUNS
 from holdfast.lineage.database.transactions import Database
@@ -66,7 +65,7 @@ def reindex(
 def _forget_missing(database: Database, root: Path, there: set[str]) -> list[str]:
     """Delete the rows of the root's runs that are not `there`, and return their folders' names."""
     # A root of another cluster can have the same path.
-    is_this = (RUNS.c.root == str(root)) & (RUNS.c.root_id == read_root_id(root))
+    is_this = (RUNS.c.root == str(root)) & (RUNS.c.root_id == roots.read_root_id(root))
     with database.reading() as connection:
         stored = connection.execute(select(RUNS.c.uid, RUNS.c.run).where(is_this)).all()
     # This account may be unable to read a run that exists. Its rows must stay, see decision 93.
@@ -92,7 +91,9 @@ def _ingest_all(database: Database, found: Sequence[RunPaths]) -> Iterator[str]:
 
     def ingest(paths: RunPaths) -> str:
         # `LineageError` alone ends the work: without a database, no further run can be written.
-        (one,) = visit([paths], partial(ingest_run, database, fresh=True), raises=(LineageError,))
+        (one,) = visits.visit(
+            [paths], partial(ingest_run, database, fresh=True), raises=(LineageError,)
+        )
         return f"{type(one.error).__name__}: {one.error}" if one.error is not None else ""
 
     if not database.is_postgresql:

@@ -12,6 +12,7 @@ from holdfast.contracts.disk.digests import document_digest
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import CheckpointName, checkpoint_id
 from holdfast.contracts.disk.roots import ensure_root_id
+from holdfast.contracts.records import known_damage, reported
 from holdfast.contracts.records.annotations import NONE, Annotation, fold_annotations
 from holdfast.contracts.records.attempt import Provenance, RunRecord
 from holdfast.contracts.records.history import (
@@ -21,8 +22,6 @@ from holdfast.contracts.records.history import (
     excluded_checkpoints,
     pinned_checkpoints,
 )
-from holdfast.contracts.records.known_damage import DAMAGE_EVENTS, damaged_checkpoints, passed_over
-from holdfast.contracts.records.reported import reported_metrics
 from holdfast.contracts.states import Cause, RunState
 from holdfast.lineage.database.permissions import permissions_of
 from holdfast.lineage.database.states import INTEGER_MAX, CheckpointState, EdgeKind
@@ -149,8 +148,8 @@ class Journaled:
         return cls(
             pins={name: one for name, one in pins.items() if name in pinned},
             excluded=frozenset(map(bare, excluded)),
-            damage=damaged_checkpoints(lines.of_kinds(*DAMAGE_EVENTS)),
-            metrics=reported_metrics(lines.of_kinds(EventKind.METRIC)),
+            damage=known_damage.damaged_checkpoints(lines.of_kinds(*known_damage.DAMAGE_EVENTS)),
+            metrics=reported.reported_metrics(lines.of_kinds(EventKind.METRIC)),
             annotations=fold_annotations(lines.of_kinds(EventKind.ANNOTATED)),
         )
 
@@ -163,7 +162,7 @@ def names_in(event: Event) -> Iterator[str]:
     if event.kind is EventKind.ROLLED_BACK:
         yield from map(bare, data.get("excluded") or ())
     if event.kind is EventKind.RESUMED:
-        yield from (name for name, _ in passed_over(event))
+        yield from (name for name, _ in known_damage.passed_over(event))
 
 
 def add_deletion(

@@ -20,14 +20,9 @@ from typing import Final
 from sqlalchemy import Connection, delete, select
 from sqlalchemy.exc import DataError, IntegrityError
 
+from holdfast.contracts import errors
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths, precedence
-from holdfast.contracts.errors import (
-    HoldfastError,
-    LineageError,
-    UnreadableRunError,
-    reading_run,
-)
 from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.records.history import RunHistory, load_record
 from holdfast.contracts.records.history_cache import HistoryReader, load_tallied
@@ -59,9 +54,9 @@ def check_uid(database: Database, paths: RunPaths, uid: str) -> None:
         record = read_document(RunRecord, rival.spec)
         if record is None or record.uid != uid or precedence(paths) < precedence(rival):
             return
-    except (HoldfastError, OSError):
+    except (errors.HoldfastError, OSError):
         return
-    raise UnreadableRunError(
+    raise errors.UnreadableRunError(
         f"{paths.directory}: has the same uid as the run in {rival.directory} ({uid}); move the "
         "copy out of the root"
     )
@@ -90,18 +85,18 @@ def ingest_run(
     paths = RunPaths(paths.directory.resolve())
     # Before anything is written: a copied folder must not take over the rows of the original.
     record = load_record(paths)
-    with reading_run(paths.directory):
+    with errors.reading_run(paths.directory):
         try:
             if progress is None or not update(database, paths, record, progress):
                 check_uid(database, paths, record.uid)
                 state = _ingest(database, paths, record.uid, fresh=fresh)
                 if progress is not None:
                     progress.begin(record.uid, state)
-        except LineageError as error:
+        except errors.LineageError as error:
             # Only these two errors blame the data. All others blame the database.
             if not isinstance(error.__cause__, DataError | IntegrityError):
                 raise
-            raise UnreadableRunError(
+            raise errors.UnreadableRunError(
                 f"{paths.directory}: the database rejected the run's data: {error.__cause__.orig}; "
                 "restore the damaged file, or move the folder out of the root"
             ) from error

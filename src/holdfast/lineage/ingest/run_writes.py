@@ -10,20 +10,8 @@ from sqlalchemy import ColumnElement, Connection, Table, and_, bindparam, delete
 
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.redaction import redact
+from holdfast.lineage.database import tables
 from holdfast.lineage.database.states import EdgeKind
-from holdfast.lineage.database.tables import (
-    ATTEMPTS,
-    CHECKPOINTS,
-    EDGES,
-    EVENTS,
-    FILES,
-    IN_ORDER,
-    JOURNALS,
-    LAUNCHES,
-    NODES,
-    RUNS,
-    upsert,
-)
 from holdfast.lineage.ingest.checkpoint_totals import COLUMNS, CheckpointTotals
 from holdfast.lineage.ingest.clean import clean, redacted
 from holdfast.lineage.ingest.disk import FoundCheckpoint, Row
@@ -39,27 +27,31 @@ Change = tuple[str, Row | None, Row | None, FoundCheckpoint | None]
 
 def fingerprint_in(connection: Connection, uid: str) -> str | None:
     """Return the fingerprint of the run's rows; None if it has none."""
-    return connection.scalar(select(RUNS.c.fingerprint).where(RUNS.c.uid == uid))
+    return connection.scalar(select(tables.RUNS.c.fingerprint).where(tables.RUNS.c.uid == uid))
 
 
 def lines_in(connection: Connection, uid: str, journals: Sequence[str] = ()) -> dict[str, int]:
     """Return the number of lines of the run's `journals`, or of all."""
-    query = select(JOURNALS.c.journal, JOURNALS.c.lines).where(JOURNALS.c.run_uid == uid)
+    query = select(tables.JOURNALS.c.journal, tables.JOURNALS.c.lines).where(
+        tables.JOURNALS.c.run_uid == uid
+    )
     if journals:
-        query = query.where(JOURNALS.c.journal.in_(journals))
+        query = query.where(tables.JOURNALS.c.journal.in_(journals))
     return {row.journal: row.lines for row in connection.execute(query)}
 
 
 def stamps_in(connection: Connection, uid: str) -> Iterator[tuple[str, str]]:
     """Yield the name and the stamp of each checkpoint."""
-    query = select(CHECKPOINTS.c.name, CHECKPOINTS.c.stamp).where(CHECKPOINTS.c.run_uid == uid)
+    query = select(tables.CHECKPOINTS.c.name, tables.CHECKPOINTS.c.stamp).where(
+        tables.CHECKPOINTS.c.run_uid == uid
+    )
     yield from _streamed(connection, query)
 
 
 def totals_in(connection: Connection, uid: str) -> CheckpointTotals:
     """Return the totals of all checkpoints."""
-    columns = [CHECKPOINTS.c[name] for name in COLUMNS]
-    query = select(*columns).where(CHECKPOINTS.c.run_uid == uid)
+    columns = [tables.CHECKPOINTS.c[name] for name in COLUMNS]
+    query = select(*columns).where(tables.CHECKPOINTS.c.run_uid == uid)
     return CheckpointTotals.of(row._mapping for row in _streamed(connection, query))
 
 
@@ -67,8 +59,8 @@ def checkpoints_in(connection: Connection, uid: str, names: Sequence[str]) -> di
     """Return the rows of some checkpoints, by name."""
     found: dict[str, Row] = {}
     for start in range(0, len(names), NAMES_MAX):
-        some = CHECKPOINTS.c.name.in_(names[start : start + NAMES_MAX])
-        found |= {row["name"]: row for row in _stored(connection, CHECKPOINTS, uid, some)}
+        some = tables.CHECKPOINTS.c.name.in_(names[start : start + NAMES_MAX])
+        found |= {row["name"]: row for row in _stored(connection, tables.CHECKPOINTS, uid, some)}
     return found
 
 
@@ -77,8 +69,8 @@ def deletions_in(connection: Connection, uid: str, names: set[str]) -> dict[str,
     found: dict[str, Row] = {}
     if not names:
         return found
-    columns = EVENTS.c
-    newest_first = (column.desc() for column in IN_ORDER)
+    columns = tables.EVENTS.c
+    newest_first = (column.desc() for column in tables.IN_ORDER)
     # From the newest line back, so the search ends as soon as each name has its deletion.
     query = select(columns.time, columns.data).where(*_deletions(uid)).order_by(*newest_first)
     for time, data in _streamed(connection, query):
@@ -93,11 +85,13 @@ def deletions_after(
     connection: Connection, uid: str, place: Place | None
 ) -> tuple[dict[str, Row], Place | None]:
     """Return the next `NAMES_MAX` deletions in the stored lines, and the place of the last one."""
-    columns = EVENTS.c
-    query = select(*IN_ORDER, columns.data).where(*_deletions(uid)).order_by(*IN_ORDER)
+    columns = tables.EVENTS.c
+    query = (
+        select(*tables.IN_ORDER, columns.data).where(*_deletions(uid)).order_by(*tables.IN_ORDER)
+    )
     if place is not None:
         # The first condition is the one that an index serves. The second one finds the exact place.
-        query = query.where(columns.time >= place[0], tuple_(*IN_ORDER) > place)
+        query = query.where(columns.time >= place[0], tuple_(*tables.IN_ORDER) > place)
     found: dict[str, Row] = {}
     for row in connection.execute(query.limit(NAMES_MAX)):
         add_deletion(found, row.data, row.time)
@@ -109,8 +103,8 @@ Place = tuple[Any, ...]
 
 
 def _deletions(uid: str) -> tuple[ColumnElement[bool], ...]:
-    is_deletion: ColumnElement[bool] = EVENTS.c.kind == EventKind.CHECKPOINT_DELETED.value
-    return EVENTS.c.run_uid == uid, is_deletion
+    is_deletion: ColumnElement[bool] = tables.EVENTS.c.kind == EventKind.CHECKPOINT_DELETED.value
+    return tables.EVENTS.c.run_uid == uid, is_deletion
 
 
 def _streamed(connection: Connection, query: Any) -> Iterator[Any]:
@@ -140,35 +134,42 @@ def _sync_attempts(
         _sync(connection, table, wanted, _stored(connection, table, uid, *where))
 
     if number != 0:
-        sync(ATTEMPTS, (one.attempts for one in groups), ATTEMPTS.c.number == number)
-        sync(LAUNCHES, (one.launches for one in groups), LAUNCHES.c.attempt == number)
-        sync(NODES, (one.nodes for one in groups), NODES.c.attempt == number)
+        sync(tables.ATTEMPTS, (one.attempts for one in groups), tables.ATTEMPTS.c.number == number)
+        sync(tables.LAUNCHES, (one.launches for one in groups), tables.LAUNCHES.c.attempt == number)
+        sync(tables.NODES, (one.nodes for one in groups), tables.NODES.c.attempt == number)
     # Both the attempts' rows and the run's own are in one table of edges, and each write replaces
     # its part only.
-    is_resumed = and_(EDGES.c.kind == EdgeKind.RESUMED_FROM.value, EDGES.c.source_uid == uid)
-    own = and_(is_resumed, EDGES.c.source == attempt_node(number)) if number else ~is_resumed
-    sync(EDGES, (one.edges for one in groups), own)
+    is_resumed = and_(
+        tables.EDGES.c.kind == EdgeKind.RESUMED_FROM.value, tables.EDGES.c.source_uid == uid
+    )
+    own = and_(is_resumed, tables.EDGES.c.source == attempt_node(number)) if number else ~is_resumed
+    sync(tables.EDGES, (one.edges for one in groups), own)
 
 
 def write_checkpoints(connection: Connection, uid: str, changes: Sequence[Change]) -> None:
     """Write the rows of checkpoints that have changed, and those of their files."""
     gone = [name for name, old, new, _ in changes if old is not None and new is None]
     for start in range(0, len(gone), NAMES_MAX):
-        some = CHECKPOINTS.c.name.in_(gone[start : start + NAMES_MAX])
-        connection.execute(delete(CHECKPOINTS).where(CHECKPOINTS.c.run_uid == uid, some))
+        some = tables.CHECKPOINTS.c.name.in_(gone[start : start + NAMES_MAX])
+        connection.execute(
+            delete(tables.CHECKPOINTS).where(tables.CHECKPOINTS.c.run_uid == uid, some)
+        )
     # A first write has no rows to replace, which is faster.
     is_new = not any(old for _, old, _, _ in changes)
     rows = [new for _, old, new, _ in changes if new is not None and new != old]
-    upsert(connection, CHECKPOINTS, rows, is_new=is_new)
+    tables.upsert(connection, tables.CHECKPOINTS, rows, is_new=is_new)
     # Manifests that were not read have their file rows already.
     read = [(name, one) for name, _, _, one in changes if one is not None and one.files is not None]
     if read and not is_new:
-        matches = [FILES.c.run_uid == bindparam("uid"), FILES.c.checkpoint == bindparam("of")]
+        matches = [
+            tables.FILES.c.run_uid == bindparam("uid"),
+            tables.FILES.c.checkpoint == bindparam("of"),
+        ]
         connection.execute(
-            delete(FILES).where(*matches), [{"uid": uid, "of": name} for name, _ in read]
+            delete(tables.FILES).where(*matches), [{"uid": uid, "of": name} for name, _ in read]
         )
     files = (row for name, one in read for row in _file_rows(uid, name, one))
-    upsert(connection, FILES, files, is_new=is_new)
+    tables.upsert(connection, tables.FILES, files, is_new=is_new)
 
 
 def _file_rows(uid: str, name: str, found: FoundCheckpoint) -> Iterator[Row]:
@@ -184,7 +185,7 @@ def _file_rows(uid: str, name: str, found: FoundCheckpoint) -> Iterator[Row]:
 
 
 def write_run(connection: Connection, row: Row, secrets: Sequence[str]) -> None:
-    upsert(connection, RUNS, [clean(redacted(row, secrets))])
+    tables.upsert(connection, tables.RUNS, [clean(redacted(row, secrets))])
 
 
 def write_lines(
@@ -199,23 +200,27 @@ def write_lines(
     if replaced:
         # A journal with fewer lines was replaced, so write all its lines again.
         connection.execute(
-            delete(EVENTS).where(EVENTS.c.run_uid == uid, EVENTS.c.journal.in_(replaced))
+            delete(tables.EVENTS).where(
+                tables.EVENTS.c.run_uid == uid, tables.EVENTS.c.journal.in_(replaced)
+            )
         )
     counts = [
         {"run_uid": uid, "journal": one.journal, "lines": one.lines}
         for one in lines
         if stored.get(one.journal) != one.lines
     ]
-    upsert(connection, JOURNALS, counts, is_new=not stored)
+    tables.upsert(connection, tables.JOURNALS, counts, is_new=not stored)
     rows = (_event_row(uid, one, event, secrets) for one in lines for event in one.events)
-    upsert(connection, EVENTS, rows, is_new=not stored)
+    tables.upsert(connection, tables.EVENTS, rows, is_new=not stored)
 
 
 def forget_journals(connection: Connection, uid: str, journals: Iterable[str]) -> None:
     """Delete the rows of journals that no longer exist, with their lines."""
     for journal in journals:
         connection.execute(
-            delete(JOURNALS).where(JOURNALS.c.run_uid == uid, JOURNALS.c.journal == journal)
+            delete(tables.JOURNALS).where(
+                tables.JOURNALS.c.run_uid == uid, tables.JOURNALS.c.journal == journal
+            )
         )
 
 
@@ -260,4 +265,4 @@ def _sync(
         )
     # Only rows that differ: an update must cost as much as what is new, see decision 86.
     changed = [row for key, row in rows.items() if there.get(key) != row]
-    upsert(connection, table, changed, is_new=not there)
+    tables.upsert(connection, table, changed, is_new=not there)

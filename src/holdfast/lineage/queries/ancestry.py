@@ -16,8 +16,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, select
 
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths
-from holdfast.lineage.database.permissions import PERMISSIONS, may_read
-from holdfast.lineage.database.tables import CHECKPOINTS, RUNS
+from holdfast.lineage.database import permissions, tables
 from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.queries import reports, views
 from holdfast.lineage.queries.find import Row, checkpoint_row, rows_of
@@ -27,7 +26,7 @@ _COLUMNS: Final = (
     *("name", "parent_uid", "parent_name", "step", "attempt", "state", "parent"),
     *("world_size", "bytes", "checksum", "committed_at", "pinned", "rolled_back"),
 )
-_FACTS: Final = [RUNS.c[name] for name in ("run", *PERMISSIONS)]
+_FACTS: Final = [tables.RUNS.c[name] for name in ("run", *permissions.PERMISSIONS)]
 
 
 @dataclass(frozen=True)
@@ -109,10 +108,10 @@ def descent(connection: Connection, uid: str, name: str) -> list[AncestryStretch
         rows = _follow(read[uid], uid, name)
         if not rows:
             return stretches
-        (run,) = rows_of(connection, select(*_FACTS).where(RUNS.c.uid == uid))
+        (run,) = rows_of(connection, select(*_FACTS).where(tables.RUNS.c.uid == uid))
         # An account sees no run whose folder it may not read, not even as an ancestor, see
         # decision 93.
-        if not may_read(run):
+        if not permissions.may_read(run):
             return stretches
         stretches.append(AncestryStretch(uid, run["run"], run["directory"], rows))
         _, uid, name, *_ = rows[-1]
@@ -123,7 +122,7 @@ def _read_until(connection: Connection, uid: str | None, name: str | None) -> di
     last = CheckpointName.parse(name or "")
     if uid is None or last is None:
         return {}
-    columns = CHECKPOINTS.c
+    columns = tables.CHECKPOINTS.c
     # All checkpoints up to the step, as one range of an index. Looking up each parent takes twice
     # the time.
     query = select(*(columns[column] for column in _COLUMNS)).where(

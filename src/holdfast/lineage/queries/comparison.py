@@ -9,10 +9,8 @@ from sqlalchemy import Connection, select
 
 from holdfast.lineage.database.tables import ATTEMPTS, FILES
 from holdfast.lineage.database.transactions import Database
-from holdfast.lineage.queries import reports, views
-from holdfast.lineage.queries.ancestry import descent
+from holdfast.lineage.queries import ancestry, reports, run_comparison, views
 from holdfast.lineage.queries.find import Row, checkpoint_row, rows_of
-from holdfast.lineage.queries.run_comparison import flat_settings
 
 FILES_MAX: Final = 1000
 _DIGESTS: Final = (
@@ -33,7 +31,9 @@ def compare(database: Database, one: str, other: str) -> reports.Comparison:
         line, other_line = (
             {
                 (stretch.uid, row.name): f"{stretch.run}:{row.name}"
-                for stretch in descent(connection, checkpoint["run_uid"], checkpoint["name"])
+                for stretch in ancestry.descent(
+                    connection, checkpoint["run_uid"], checkpoint["name"]
+                )
                 for row in stretch.rows
             }
             for _, checkpoint, _ in sides
@@ -48,7 +48,9 @@ def compare(database: Database, one: str, other: str) -> reports.Comparison:
         facts=_beside(left, right),
         config=[
             fact | {"is_same": fact["one"] == fact["other"]}
-            for fact in _beside(*map(flat_settings, (side[0]["spec"] for side in sides)))
+            for fact in _beside(
+                *map(run_comparison.flat_settings, (side[0]["spec"] for side in sides))
+            )
         ],
         metrics=_beside(*(dict(sorted(side[1]["metrics"].items())) for side in sides)),
     )

@@ -17,10 +17,8 @@ from typing_extensions import TypedDict
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import CheckpointName, checkpoint_id
 from holdfast.contracts.states import RunState
-from holdfast.lineage.database.documents import valid_json
-from holdfast.lineage.database.permissions import readable
+from holdfast.lineage.database import documents, permissions, tables
 from holdfast.lineage.database.states import EdgeKind
-from holdfast.lineage.database.tables import ATTEMPTS, CHECKPOINTS, EVENTS, IN_ORDER, LAUNCHES, RUNS
 from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.queries import views
 from holdfast.lineage.queries.cursors import PAGE_DEFAULT, RowPage
@@ -34,18 +32,18 @@ DURABILITY_EVENTS: Final = (EventKind.RESUMED, EventKind.VERIFIED, EventKind.MIR
 # Each rank has two slots. Saves older than these few are committed or failed.
 STAGED_MAX: Final = 8
 
-_DATA: Final = valid_json(EVENTS.c.data)
+_DATA: Final = documents.valid_json(tables.EVENTS.c.data)
 _CHECKPOINT: Final = _DATA["checkpoint"].as_string()
 # SQLite extracts `true` as 1. A cast to a boolean would fail in PostgreSQL for any other text.
 _IS_OK: Final = cast(_DATA["ok"].as_string(), Text).in_(("true", "1"))
 # Only the keys that are needed: the data of a `resumed` event is long.
 _DURABILITY: Final = (
-    select(EVENTS.c.kind, EVENTS.c.time, _CHECKPOINT, _IS_OK, _DATA["by"].as_string())
+    select(tables.EVENTS.c.kind, tables.EVENTS.c.time, _CHECKPOINT, _IS_OK, _DATA["by"].as_string())
     .where(
-        EVENTS.c.run_uid == RUN_UID,
-        EVENTS.c.kind.in_([str(kind) for kind in DURABILITY_EVENTS]),
+        tables.EVENTS.c.run_uid == RUN_UID,
+        tables.EVENTS.c.kind.in_([str(kind) for kind in DURABILITY_EVENTS]),
     )
-    .order_by(*IN_ORDER)
+    .order_by(*tables.IN_ORDER)
 )
 _DURABILITY_OF: Final = _DURABILITY.where(_CHECKPOINT.in_(bindparam("names", expanding=True)))
 
@@ -180,7 +178,7 @@ def _staged(connection: Connection, run: Row) -> list[views.Node]:
 
 def _uncommitted(connection: Connection, run: Row) -> list[str]:
     """Return the directory names of the newest saves that were neither committed nor failed."""
-    columns = EVENTS.c
+    columns = tables.EVENTS.c
     query = (
         select(columns.kind, columns.data)
         .where(columns.run_uid == run["uid"])
@@ -191,19 +189,21 @@ def _uncommitted(connection: Connection, run: Row) -> list[str]:
     lines = [(kind, str(data.get("checkpoint"))) for kind, data in connection.execute(query)]
     staged = dict.fromkeys(name for kind, name in lines if kind == EventKind.STAGED)
     failed = {name for kind, name in lines if kind != EventKind.STAGED}
-    names = CHECKPOINTS.c.name
-    there = select(names).where(CHECKPOINTS.c.run_uid == run["uid"], names.in_(staged))
+    names = tables.CHECKPOINTS.c.name
+    there = select(names).where(tables.CHECKPOINTS.c.run_uid == run["uid"], names.in_(staged))
     gone = failed | set(connection.scalars(there))
     return [name for name in staged if name not in gone]
 
 
 def _newest_launch(connection: Connection, run: Row) -> tuple[int, int] | None:
     """Return (attempt, launch) of the newest attempt's newest launch, or None without one."""
-    columns = LAUNCHES.c
+    columns = tables.LAUNCHES.c
     query = select(columns.attempt, columns.number).where(columns.run_uid == run["uid"])
     newest = query.order_by(columns.attempt.desc(), columns.number.desc()).limit(1)
     launch = connection.execute(newest).first()
-    attempts = select(func.max(ATTEMPTS.c.number)).where(ATTEMPTS.c.run_uid == run["uid"])
+    attempts = select(func.max(tables.ATTEMPTS.c.number)).where(
+        tables.ATTEMPTS.c.run_uid == run["uid"]
+    )
     # A launch of an earlier attempt has nothing in memory any more.
     if launch is None or launch.attempt != connection.scalar(attempts):
         return None
@@ -224,7 +224,9 @@ def _durability_of_others(
         if name:
             names[folder][name] = node["id"]
             runs.add(node["run"])
-    query = readable(connection, select(RUNS).where(RUNS.c.run.in_(sorted(runs))))
+    query = permissions.readable(
+        connection, select(tables.RUNS).where(tables.RUNS.c.run.in_(sorted(runs)))
+    )
     return {
         names[other["directory"]][name]: status
         for other in rows_of(connection, query)

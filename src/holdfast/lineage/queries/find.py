@@ -18,8 +18,7 @@ from holdfast.contracts.disk.roots import read_root_id
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import RunState
-from holdfast.lineage.database.permissions import may_read, readable
-from holdfast.lineage.database.tables import CHECKPOINTS, RUNS
+from holdfast.lineage.database import permissions, tables
 from holdfast.lineage.database.transactions import Database
 
 NAMES_SUGGESTED_MAX: Final = 3
@@ -32,20 +31,20 @@ Row = dict[str, Any]
 # its compiled form, than the database takes to answer.
 RUN_UID: Final = bindparam("run_uid", type_=Text())
 _NAME: Final = bindparam("name", type_=Text())
-_NEWEST_FIRST: Final = (RUNS.c.created_at.desc(), RUNS.c.uid)
+_NEWEST_FIRST: Final = (tables.RUNS.c.created_at.desc(), tables.RUNS.c.uid)
 _BY_NAME: Final = (
-    select(RUNS)
-    .where(or_(RUNS.c.uid == _NAME, RUNS.c.run == _NAME, RUNS.c.name == _NAME))
+    select(tables.RUNS)
+    .where(or_(tables.RUNS.c.uid == _NAME, tables.RUNS.c.run == _NAME, tables.RUNS.c.name == _NAME))
     .order_by(*_NEWEST_FIRST)
 )
 # The column of the folder's name has an index; paths may be too long for one.
 _BY_FOLDER: Final = (
-    select(RUNS)
-    .where(RUNS.c.run == bindparam("run"), RUNS.c.directory == bindparam("directory"))
+    select(tables.RUNS)
+    .where(tables.RUNS.c.run == bindparam("run"), tables.RUNS.c.directory == bindparam("directory"))
     .order_by(*_NEWEST_FIRST)
 )
-_CHECKPOINT: Final = select(CHECKPOINTS).where(
-    CHECKPOINTS.c.run_uid == RUN_UID, CHECKPOINTS.c.name == _NAME
+_CHECKPOINT: Final = select(tables.CHECKPOINTS).where(
+    tables.CHECKPOINTS.c.run_uid == RUN_UID, tables.CHECKPOINTS.c.name == _NAME
 )
 
 
@@ -108,7 +107,7 @@ def _parsed_spec(content: bytes) -> RunSpec | None:
 def is_under(root: Path) -> Any:
     """Return the SQL condition for runs of a root, excluding the same path on other clusters."""
     path = plain_root(root)
-    return and_(RUNS.c.root == path, RUNS.c.root_id == read_root_id(Path(path)))
+    return and_(tables.RUNS.c.root == path, tables.RUNS.c.root_id == read_root_id(Path(path)))
 
 
 def rows_of(connection: Connection, query: Select[Any], **values: Any) -> list[Row]:
@@ -132,7 +131,7 @@ def run_row(connection: Connection, name: str, root: Path | None = None) -> Row:
     else:
         matching = rows_of(connection, _BY_NAME, name=name)
     # A run that this account may not read does not exist for it, see decision 93.
-    found = [run for run in matching if may_read(run)]
+    found = [run for run in matching if permissions.may_read(run)]
     wanted = plain_root(root) if root else None
     is_several = len(found) > 1
     # The sort is stable, so the newest run stays first in each group.
@@ -147,7 +146,7 @@ def run_row(connection: Connection, name: str, root: Path | None = None) -> Row:
     if found:
         return found[0]
     # The suggestions leak no names: only runs that this account may read are searched.
-    known = readable(connection, select(RUNS.c.run))
+    known = permissions.readable(connection, select(tables.RUNS.c.run))
     names = connection.scalars(known.order_by(*_NEWEST_FIRST).limit(NAMES_SEARCHED_MAX))
     near = difflib.get_close_matches(name, set(names), NAMES_SUGGESTED_MAX)
     hint = f"did you mean {' or '.join(near)}?" if near else "`holdfast runs` lists all runs"

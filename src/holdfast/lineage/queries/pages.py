@@ -15,25 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import sqlalchemy as sa
 from pydantic import BaseModel, ConfigDict
-from sqlalchemy import (
-    CompoundSelect,
-    Connection,
-    Double,
-    Integer,
-    Select,
-    Text,
-    bindparam,
-    case,
-    exists,
-    func,
-    literal,
-    or_,
-    select,
-    true,
-    union_all,
-)
-from sqlalchemy import cast as sql_cast
 from typing_extensions import TypedDict
 
 from holdfast.contracts.disk.journal import Event, EventKind, problem_with_facts
@@ -42,18 +25,8 @@ from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.contracts.spec.keep_rules import ranked
 from holdfast.contracts.spec.recorded import section
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.lineage.database.documents import number_in, valid_json
-from holdfast.lineage.database.permissions import may_see, readable
+from holdfast.lineage.database import documents, permissions, tables
 from holdfast.lineage.database.states import CheckpointState, EdgeKind
-from holdfast.lineage.database.tables import (
-    ATTEMPTS,
-    CHECKPOINTS,
-    EDGES,
-    EVENTS,
-    IN_ORDER,
-    METRIC_FILES,
-    RUNS,
-)
 from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.ingest.reasons import NOTHING_KEEPS, candidates, explain
 from holdfast.lineage.queries import views
@@ -65,51 +38,51 @@ NEWEST_EVENTS_MAX: Final = 200
 
 # Why the checkpoints of a run are kept or would be deleted, according to the index.
 
-_SPEC = valid_json(RUNS.c.spec)
+_SPEC = documents.valid_json(tables.RUNS.c.spec)
 # The columns that the keep rules need.
 _RULE_COLUMNS = ("name", "step", "committed_at", "metrics", "state", "rolled_back")
-_STEPS = (CHECKPOINTS.c.step, CHECKPOINTS.c.attempt, CHECKPOINTS.c.launch)
+_STEPS = (tables.CHECKPOINTS.c.step, tables.CHECKPOINTS.c.attempt, tables.CHECKPOINTS.c.launch)
 # The conditions for checkpoints that a run can resume from.
 _ON_BRANCH = (
-    CHECKPOINTS.c.state == CheckpointState.COMMITTED.value,
-    CHECKPOINTS.c.rolled_back.is_(False),
+    tables.CHECKPOINTS.c.state == CheckpointState.COMMITTED.value,
+    tables.CHECKPOINTS.c.rolled_back.is_(False),
 )
 
 _BRANCH: Final = (
-    select(*(CHECKPOINTS.c[name] for name in _RULE_COLUMNS))
-    .where(CHECKPOINTS.c.run_uid == RUN_UID, *_ON_BRANCH)
+    sa.select(*(tables.CHECKPOINTS.c[name] for name in _RULE_COLUMNS))
+    .where(tables.CHECKPOINTS.c.run_uid == RUN_UID, *_ON_BRANCH)
     .order_by(*(column.desc() for column in _STEPS))
 )
 _BRANCH_END: Final = _BRANCH.limit(1)
 _NEWEST_SIZED: Final = (
     _BRANCH_END.with_only_columns(
-        CHECKPOINTS.c.name, CHECKPOINTS.c.world_size, CHECKPOINTS.c.topology
+        tables.CHECKPOINTS.c.name, tables.CHECKPOINTS.c.world_size, tables.CHECKPOINTS.c.topology
     )
-).where(CHECKPOINTS.c.world_size > 0)
-_RESUMED: Final = select(ATTEMPTS.c.number, ATTEMPTS.c.resumed_from).where(
-    ATTEMPTS.c.run_uid == RUN_UID,
-    ATTEMPTS.c.state.not_in([str(state) for state in AttemptState if state.is_terminal]),
-    ATTEMPTS.c.resumed_from.is_not(None),
+).where(tables.CHECKPOINTS.c.world_size > 0)
+_RESUMED: Final = sa.select(tables.ATTEMPTS.c.number, tables.ATTEMPTS.c.resumed_from).where(
+    tables.ATTEMPTS.c.run_uid == RUN_UID,
+    tables.ATTEMPTS.c.state.not_in([str(state) for state in AttemptState if state.is_terminal]),
+    tables.ATTEMPTS.c.resumed_from.is_not(None),
 )
-_SOURCES: Final = RUNS.alias("source")
+_SOURCES: Final = tables.RUNS.alias("source")
 # The exports and forks from and to a run, each with the state of the run it comes from.
 _USES: Final = (
-    select(EDGES, _SOURCES.c.state)
-    .outerjoin(_SOURCES, _SOURCES.c.uid == EDGES.c.source_uid)
-    .where(or_(EDGES.c.target_uid == RUN_UID, EDGES.c.source_uid == RUN_UID))
-    .where(EDGES.c.kind.in_([EdgeKind.EXPORTED_TO.value, EdgeKind.FORKED_FROM.value]))
-    .order_by(EDGES.c.id)
+    sa.select(tables.EDGES, _SOURCES.c.state)
+    .outerjoin(_SOURCES, _SOURCES.c.uid == tables.EDGES.c.source_uid)
+    .where(sa.or_(tables.EDGES.c.target_uid == RUN_UID, tables.EDGES.c.source_uid == RUN_UID))
+    .where(tables.EDGES.c.kind.in_([EdgeKind.EXPORTED_TO.value, EdgeKind.FORKED_FROM.value]))
+    .order_by(tables.EDGES.c.id)
 )
 
 
-def reasons_of(connection: Connection, run: Row, checkpoints: Sequence[Row]) -> list[str]:
+def reasons_of(connection: sa.Connection, run: Row, checkpoints: Sequence[Row]) -> list[str]:
     """Return why each of `checkpoints`, which belong to `run`, is kept or was deleted."""
     keep = keep_of(run)
     branch = _branch(connection, run, whole=keep.is_limited)
     return explain(checkpoints, _uses(connection, run), keep, branch=branch)
 
 
-def best_of(connection: Connection, run: Row) -> str | None:
+def best_of(connection: sa.Connection, run: Row) -> str | None:
     """Return the directory name of the best checkpoint by the spec's `checkpoint.keep.best`.
 
     It is None without such a rule, and if no checkpoint of the branch has the metric.
@@ -139,31 +112,31 @@ def keep_of(run: Row) -> Keep:
     return Keep()
 
 
-def _branch(connection: Connection, run: Row, *, whole: bool) -> list[Row]:
+def _branch(connection: sa.Connection, run: Row, *, whole: bool) -> list[Row]:
     """Return the checkpoints the run can resume from, oldest first; unless `whole`, the newest."""
     # Without a rule, only the newest checkpoint needs a reason, and a run may have thousands.
     query = _BRANCH if whole else _BRANCH_END
     return rows_of(connection, query, run_uid=run["uid"])[::-1]
 
 
-def _uses(connection: Connection, run: Row) -> dict[str, list[str]]:
+def _uses(connection: sa.Connection, run: Row) -> dict[str, list[str]]:
     uses: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for name, use in (*_resumes(connection, run), *_exports_and_forks(connection, run)):
         uses[name][use] = None
     return {name: list(texts) for name, texts in uses.items()}
 
 
-def _resumes(connection: Connection, run: Row) -> Iterator[tuple[str, str]]:
+def _resumes(connection: sa.Connection, run: Row) -> Iterator[tuple[str, str]]:
     """Yield the checkpoints that live attempts resumed from."""
     for number, identity in connection.execute(_RESUMED, {"run_uid": run["uid"]}):
         yield identity.rpartition(":")[2], f"in use: attempt {number} resumed from it"
 
 
-def _exports_and_forks(connection: Connection, run: Row) -> Iterator[tuple[str, str]]:
+def _exports_and_forks(connection: sa.Connection, run: Row) -> Iterator[tuple[str, str]]:
     """Yield the checkpoints that were exported, and those that live runs were forked from."""
     live = [str(state) for state in RunState if state.is_live]
     # A fork of another account protects a checkpoint, but its name is not shown, see decision 93.
-    seen = may_see(connection, EDGES.c.run_uid)
+    seen = permissions.may_see(connection, tables.EDGES.c.run_uid)
     query = _USES if seen is None else _USES.add_columns(seen.label("is_seen"))
     for edge in rows_of(connection, query, run_uid=run["uid"]):
         # A fork that is not in the index may be live.
@@ -202,42 +175,49 @@ SortOrder = Literal["asc", "desc"]
 def _figure(value: Any) -> tuple[Any, ...]:
     """Return columns that sort by a number; rows without it count as the smallest."""
     # Without the default, rows without a number would sort differently in SQLite and PostgreSQL.
-    return func.coalesce(value, -1, type_=Double()).label("sort_key"), RUNS.c.uid
+    return sa.func.coalesce(value, -1, type_=sa.Double()).label("sort_key"), tables.RUNS.c.uid
 
 
 def _is_live() -> Any:
     live = [str(state) for state in RunState if state.is_live]
-    return func.coalesce(case((RUNS.c.state.in_(live), 1.0)), 0.0, type_=Double()).label("sort_key")
+    return sa.func.coalesce(
+        sa.case((tables.RUNS.c.state.in_(live), 1.0)), 0.0, type_=sa.Double()
+    ).label("sort_key")
 
 
 def _goodput(name: str) -> Any:
-    return number_in(RUNS.c.goodput, name)
+    return documents.number_in(tables.RUNS.c.goodput, name)
 
 
 def partition_column() -> Any:
     """Return the Slurm partition of a run's spec, which is NULL for Slurm's default."""
-    return sql_cast(_SPEC["resources"]["partition"].as_string(), Text)
+    return sa.cast(_SPEC["resources"]["partition"].as_string(), sa.Text)
 
 
 def account_column() -> Any:
     """Return the Slurm account of a run's spec, which is NULL for the user's default."""
-    return sql_cast(_SPEC["resources"]["account"].as_string(), Text)
+    return sa.cast(_SPEC["resources"]["account"].as_string(), sa.Text)
 
 
-def _each_tag(connection: Connection) -> Any:
+def _each_tag(connection: sa.Connection) -> Any:
     """Return a column with each tag of a run, of a function's table."""
     if connection.dialect.name == "sqlite":
-        each = func.json_each(valid_json(RUNS.c.tags))
+        each = sa.func.json_each(documents.valid_json(tables.RUNS.c.tags))
     else:
-        is_list = func.jsonb_typeof(RUNS.c.tags) == "array"
-        each = func.jsonb_array_elements_text(case((is_list, RUNS.c.tags)))
+        is_list = sa.func.jsonb_typeof(tables.RUNS.c.tags) == "array"
+        each = sa.func.jsonb_array_elements_text(sa.case((is_list, tables.RUNS.c.tags)))
     return each.table_valued("value").c.value
 
 
 def _newest(table: Any, name: str, *order: str) -> Any:
     """Return a column of the last of a run's rows in `table`, sorted by the columns `order`."""
     last = [table.c[column].desc() for column in order]
-    query = select(table.c[name]).where(table.c.run_uid == RUNS.c.uid).order_by(*last).limit(1)
+    query = (
+        sa.select(table.c[name])
+        .where(table.c.run_uid == tables.RUNS.c.uid)
+        .order_by(*last)
+        .limit(1)
+    )
     return query.scalar_subquery().label(name)
 
 
@@ -245,33 +225,37 @@ def _newest(table: Any, name: str, *order: str) -> Any:
 # sorts in `INDEXED` use a database index; the others read the whole table of runs.
 RUN_ORDERS: dict[RunSort, RowOrder] = {
     # Live runs come before ended ones.
-    "live": RowOrder("live", (_is_live(), RUNS.c.created_at, RUNS.c.uid), descending=True),
-    "created": RowOrder("created", (RUNS.c.created_at, RUNS.c.uid), descending=True),
-    "updated": RowOrder("updated", (RUNS.c.updated_at, RUNS.c.uid), descending=True),
-    "name": RowOrder("name", (RUNS.c.name, RUNS.c.uid)),
-    "state": RowOrder("state", (RUNS.c.state, RUNS.c.uid)),
-    "step": RowOrder("step", _figure(RUNS.c.step), descending=True),
-    "attempts": RowOrder("attempts", (RUNS.c.attempts, RUNS.c.uid), descending=True),
-    "gpus": RowOrder("gpus", _figure(RUNS.c.world_size), descending=True),
-    "checkpoint": RowOrder("checkpoint", _figure(RUNS.c.committed_at), descending=True),
+    "live": RowOrder(
+        "live", (_is_live(), tables.RUNS.c.created_at, tables.RUNS.c.uid), descending=True
+    ),
+    "created": RowOrder("created", (tables.RUNS.c.created_at, tables.RUNS.c.uid), descending=True),
+    "updated": RowOrder("updated", (tables.RUNS.c.updated_at, tables.RUNS.c.uid), descending=True),
+    "name": RowOrder("name", (tables.RUNS.c.name, tables.RUNS.c.uid)),
+    "state": RowOrder("state", (tables.RUNS.c.state, tables.RUNS.c.uid)),
+    "step": RowOrder("step", _figure(tables.RUNS.c.step), descending=True),
+    "attempts": RowOrder("attempts", (tables.RUNS.c.attempts, tables.RUNS.c.uid), descending=True),
+    "gpus": RowOrder("gpus", _figure(tables.RUNS.c.world_size), descending=True),
+    "checkpoint": RowOrder("checkpoint", _figure(tables.RUNS.c.committed_at), descending=True),
     "goodput": RowOrder("goodput", _figure(_goodput("ettr")), descending=True),
     "cost": RowOrder("cost", _figure(_goodput("cost")), descending=True),
-    "kept": RowOrder("kept", (RUNS.c.kept, RUNS.c.uid), descending=True),
-    "kept_bytes": RowOrder("kept_bytes", (RUNS.c.kept_bytes, RUNS.c.uid), descending=True),
-    "damaged": RowOrder("damaged", (RUNS.c.damaged, RUNS.c.uid), descending=True),
-    "deleted": RowOrder("deleted", (RUNS.c.deleted, RUNS.c.uid), descending=True),
+    "kept": RowOrder("kept", (tables.RUNS.c.kept, tables.RUNS.c.uid), descending=True),
+    "kept_bytes": RowOrder(
+        "kept_bytes", (tables.RUNS.c.kept_bytes, tables.RUNS.c.uid), descending=True
+    ),
+    "damaged": RowOrder("damaged", (tables.RUNS.c.damaged, tables.RUNS.c.uid), descending=True),
+    "deleted": RowOrder("deleted", (tables.RUNS.c.deleted, tables.RUNS.c.uid), descending=True),
 }
 INDEXED: tuple[RunSort, ...] = ("created", "updated", "name")
-_CAUSE = _newest(ATTEMPTS, "cause", "number")
+_CAUSE = _newest(tables.ATTEMPTS, "cause", "number")
 # The columns of `views.run_row`. Of the spec, which may be large, two keys.
 _LISTED = (
-    *(RUNS.c[name] for name in views.RunRow.__annotations__ if name in RUNS.c),
-    RUNS.c.directory,
+    *(tables.RUNS.c[name] for name in views.RunRow.__annotations__ if name in tables.RUNS.c),
+    tables.RUNS.c.directory,
     _SPEC["config"].label("config"),
     partition_column().label("partition"),
     _CAUSE,
-    _newest(ATTEMPTS, "job_id", "number"),
-    _newest(METRIC_FILES, "spark", "attempt", "launch"),
+    _newest(tables.ATTEMPTS, "job_id", "number"),
+    _newest(tables.METRIC_FILES, "spark", "attempt", "launch"),
 )
 
 
@@ -349,21 +333,23 @@ def filter_values(database: Database) -> FilterValues:
     """Return the values of all readable runs by which they can be filtered."""
     with database.reading() as connection:
 
-        def distinct(column: Any, query: Select[Any]) -> list[str]:
+        def distinct(column: Any, query: sa.Select[Any]) -> list[str]:
             query = query.where(column.is_not(None), column != "")
             found = connection.scalars(query.distinct().order_by(column).limit(FILTER_VALUES_MAX))
             return [str(one) for one in found]
 
-        user, cause = RUNS.c.created_by, ATTEMPTS.c.cause
+        user, cause = tables.RUNS.c.created_by, tables.ATTEMPTS.c.cause
         partition, account = partition_column(), account_column()
         tag = _each_tag(connection)
-        tagged = select(tag).select_from(RUNS.join(tag.table, true()))
+        tagged = sa.select(tag).select_from(tables.RUNS.join(tag.table, sa.true()))
         return FilterValues(
-            users=distinct(user, readable(connection, select(user))),
-            causes=distinct(cause, readable(connection, select(cause), ATTEMPTS.c.run_uid)),
-            partitions=distinct(partition, readable(connection, select(partition))),
-            accounts=distinct(account, readable(connection, select(account))),
-            tags=distinct(tag, readable(connection, tagged)),
+            users=distinct(user, permissions.readable(connection, sa.select(user))),
+            causes=distinct(
+                cause, permissions.readable(connection, sa.select(cause), tables.ATTEMPTS.c.run_uid)
+            ),
+            partitions=distinct(partition, permissions.readable(connection, sa.select(partition))),
+            accounts=distinct(account, permissions.readable(connection, sa.select(account))),
+            tags=distinct(tag, permissions.readable(connection, tagged)),
         )
 
 
@@ -385,7 +371,7 @@ def list_checkpoints(
 
 
 def checkpoints_of(
-    connection: Connection,
+    connection: sa.Connection,
     run: Row,
     where: CheckpointFilter | None,
     *,
@@ -415,7 +401,7 @@ def list_events(
     with database.reading() as connection:
         row = run_row(connection, run)
         query = _wanted_events(row, where or EventFilter())
-        order = _by("time", IN_ORDER, newest_first)
+        order = _by("time", tables.IN_ORDER, newest_first)
         page = fetch_page(connection, query, order, after, limit)
     return page.map(lambda event: views.event_view(row["run"], event))
 
@@ -445,7 +431,7 @@ def newest_lines(
         for row in connection.execute(_newest_lines(tuple(groups)), given).mappings():
             found[row["which"]].append(dict(row))
     for lines in found:
-        lines.sort(key=lambda row: tuple(row[column.name] for column in IN_ORDER))
+        lines.sort(key=lambda row: tuple(row[column.name] for column in tables.IN_ORDER))
     return found
 
 
@@ -479,18 +465,18 @@ def _events(rows: Iterable[Mapping[str, Any]]) -> list[Event]:
 
 
 @functools.lru_cache(maxsize=64)
-def _newest_lines(groups: tuple[tuple[str, ...], ...]) -> CompoundSelect[Any]:
-    run, most = bindparam("run_uid", type_=Text()), bindparam("most", type_=Integer())
-    order = [column.desc() for column in IN_ORDER]
+def _newest_lines(groups: tuple[tuple[str, ...], ...]) -> sa.CompoundSelect[Any]:
+    run, most = sa.bindparam("run_uid", type_=sa.Text()), sa.bindparam("most", type_=sa.Integer())
+    order = [column.desc() for column in tables.IN_ORDER]
     parts = [
-        select(literal(which).label("which"), EVENTS)
-        .where(EVENTS.c.run_uid == run, EVENTS.c.kind.in_(kinds))
+        sa.select(sa.literal(which).label("which"), tables.EVENTS)
+        .where(tables.EVENTS.c.run_uid == run, tables.EVENTS.c.kind.in_(kinds))
         .order_by(*order)
         .limit(most)
         .subquery()
         for which, kinds in enumerate(groups)
     ]
-    return union_all(*(select(part) for part in parts))
+    return sa.union_all(*(sa.select(part) for part in parts))
 
 
 def list_storage(
@@ -504,13 +490,13 @@ def list_storage(
 ) -> RowPage[views.StorageRow]:
     """Return one page of runs with their storage, and what the next prune would delete."""
     with database.reading() as connection:
-        page = _page_of_runs(connection, where, sort, order, after, limit, tuple(RUNS.c))
+        page = _page_of_runs(connection, where, sort, order, after, limit, tuple(tables.RUNS.c))
         rows = [_storage(connection, run) for run in page.items]
     return RowPage(rows, page.next)
 
 
 def _page_of_runs(
-    connection: Connection,
+    connection: sa.Connection,
     where: RunFilter | None,
     sort: RunSort,
     order: SortOrder | None,
@@ -523,14 +509,14 @@ def _page_of_runs(
     descending = usual.descending if order is None else order == "desc"
     chosen = _by(sort, usual.columns, descending)
     if limit is None:
-        query = wanted_runs(connection, select(*shown), where or RunFilter())
+        query = wanted_runs(connection, sa.select(*shown), where or RunFilter())
         query = query.add_columns(*(one for one in usual.columns if one.name == "sort_key"))
         return fetch_page(connection, query, chosen, after, limit)
     # Sorted by narrow rows, often of an index: specs and subqueries are read for this page only.
-    keys = wanted_runs(connection, select(*usual.columns), where or RunFilter())
+    keys = wanted_runs(connection, sa.select(*usual.columns), where or RunFilter())
     page = fetch_page(connection, keys, chosen, after, limit)
     uids = [one["uid"] for one in page.items]
-    rows = rows_of(connection, select(*shown).where(RUNS.c.uid.in_(uids)))
+    rows = rows_of(connection, sa.select(*shown).where(tables.RUNS.c.uid.in_(uids)))
     found = {one["uid"]: one for one in rows}
     return RowPage([found[uid] for uid in uids if uid in found], page.next)
 
@@ -540,16 +526,18 @@ def _by(name: str, columns: tuple[Any, ...], descending: bool) -> RowOrder:
     return RowOrder(f"{name} {'desc' if descending else 'asc'}", columns, descending)
 
 
-def wanted_runs(connection: Connection, query: Select[Any], where: RunFilter) -> Select[Any]:
-    columns = RUNS.c
-    query = readable(connection, query)
+def wanted_runs(
+    connection: sa.Connection, query: sa.Select[Any], where: RunFilter
+) -> sa.Select[Any]:
+    columns = tables.RUNS.c
+    query = permissions.readable(connection, query)
     if where.states:
         query = query.where(columns.state.in_([str(state) for state in where.states]))
     if where.search:
         # PostgreSQL refuses a NUL in a text.
         text = where.search.replace("\0", "")
         named = (one.icontains(text, autoescape=True) for one in (columns.name, columns.run))
-        query = query.where(or_(*named, columns.uid == text))
+        query = query.where(sa.or_(*named, columns.uid == text))
     if where.users:
         query = query.where(columns.created_by.in_(where.users))
     if where.causes:
@@ -560,7 +548,7 @@ def wanted_runs(connection: Connection, query: Select[Any], where: RunFilter) ->
         query = query.where(account_column().in_(where.accounts))
     for one in where.tags:
         tag = _each_tag(connection)
-        query = query.where(exists(select(tag).where(tag == one)))
+        query = query.where(sa.exists(sa.select(tag).where(tag == one)))
     if where.uids is not None:
         query = query.where(columns.uid.in_(where.uids))
     if where.created_from is not None:
@@ -572,9 +560,9 @@ def wanted_runs(connection: Connection, query: Select[Any], where: RunFilter) ->
     return query
 
 
-def _wanted_events(run: Row, where: EventFilter) -> Select[Any]:
-    columns = EVENTS.c
-    query = select(EVENTS).where(columns.run_uid == run["uid"])
+def _wanted_events(run: Row, where: EventFilter) -> sa.Select[Any]:
+    columns = tables.EVENTS.c
+    query = sa.select(tables.EVENTS).where(columns.run_uid == run["uid"])
     if where.kinds:
         query = query.where(columns.kind.in_(where.kinds))
     if where.attempt is not None:
@@ -582,9 +570,9 @@ def _wanted_events(run: Row, where: EventFilter) -> Select[Any]:
     return query
 
 
-def _wanted_checkpoints(run: Row, where: CheckpointFilter) -> Select[Any]:
-    columns = CHECKPOINTS.c
-    query = select(CHECKPOINTS).where(columns.run_uid == run["uid"])
+def _wanted_checkpoints(run: Row, where: CheckpointFilter) -> sa.Select[Any]:
+    columns = tables.CHECKPOINTS.c
+    query = sa.select(tables.CHECKPOINTS).where(columns.run_uid == run["uid"])
     if where.states:
         query = query.where(columns.state.in_([str(state) for state in where.states]))
     if where.pinned is not None:
@@ -596,7 +584,7 @@ def _wanted_checkpoints(run: Row, where: CheckpointFilter) -> Select[Any]:
     return query
 
 
-def _storage(connection: Connection, run: Row) -> views.StorageRow:
+def _storage(connection: sa.Connection, run: Row) -> views.StorageRow:
     """Return one run's storage. A prune deletes only if the keep rules limit what is kept."""
     prunable: list[Row] = []
     if keep_of(run).is_limited:

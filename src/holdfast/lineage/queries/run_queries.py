@@ -20,10 +20,8 @@ from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.records.tally import Span
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import Cause, RunState
-from holdfast.lineage.database.documents import valid_json
-from holdfast.lineage.database.permissions import readable
+from holdfast.lineage.database import documents, permissions, tables
 from holdfast.lineage.database.states import EdgeKind
-from holdfast.lineage.database.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, LAUNCHES, RUNS
 from holdfast.lineage.database.transactions import Database
 from holdfast.lineage.queries import reports, views
 from holdfast.lineage.queries.ancestry import ancestry, descent
@@ -56,15 +54,19 @@ _DRAWN_COLUMNS: Final = (
     *("parent", "parent_uid", "parent_name"),
 )
 _DRAWN: Final = (
-    select(*(CHECKPOINTS.c[name] for name in _DRAWN_COLUMNS))
-    .where(CHECKPOINTS.c.run_uid == RUN_UID)
-    .order_by(CHECKPOINTS.c.step, CHECKPOINTS.c.attempt, CHECKPOINTS.c.launch)
+    select(*(tables.CHECKPOINTS.c[name] for name in _DRAWN_COLUMNS))
+    .where(tables.CHECKPOINTS.c.run_uid == RUN_UID)
+    .order_by(tables.CHECKPOINTS.c.step, tables.CHECKPOINTS.c.attempt, tables.CHECKPOINTS.c.launch)
 )
-_ATTEMPTS: Final = select(ATTEMPTS).where(ATTEMPTS.c.run_uid == RUN_UID).order_by(ATTEMPTS.c.number)
+_ATTEMPTS: Final = (
+    select(tables.ATTEMPTS)
+    .where(tables.ATTEMPTS.c.run_uid == RUN_UID)
+    .order_by(tables.ATTEMPTS.c.number)
+)
 _LAUNCHES: Final = (
-    select(LAUNCHES)
-    .where(LAUNCHES.c.run_uid == RUN_UID)
-    .order_by(LAUNCHES.c.attempt, LAUNCHES.c.number)
+    select(tables.LAUNCHES)
+    .where(tables.LAUNCHES.c.run_uid == RUN_UID)
+    .order_by(tables.LAUNCHES.c.attempt, tables.LAUNCHES.c.number)
 )
 
 # The uid of a run and the name of a checkpoint or of another part of it.
@@ -85,9 +87,9 @@ __all__ = (
 
 
 def count_runs(database: Database) -> dict[str, int]:
-    query = select(RUNS.c.state, func.count()).group_by(RUNS.c.state)
+    query = select(tables.RUNS.c.state, func.count()).group_by(tables.RUNS.c.state)
     with database.reading() as connection:
-        query = readable(connection, query)
+        query = permissions.readable(connection, query)
         return {str(state): int(count) for state, count in connection.execute(query)}
 
 
@@ -99,7 +101,9 @@ def read_spec(database: Database, run: str) -> Mapping[str, Any]:
 
 def checkpoint_sections(database: Database, uids: Sequence[str]) -> dict[str, Any]:
     """Return the `checkpoint` section of the runs' specs by uid; None where a spec has none."""
-    query = select(RUNS.c.uid, valid_json(RUNS.c.spec)["checkpoint"]).where(RUNS.c.uid.in_(uids))
+    query = select(tables.RUNS.c.uid, documents.valid_json(tables.RUNS.c.spec)["checkpoint"]).where(
+        tables.RUNS.c.uid.in_(uids)
+    )
     with database.reading() as connection:
         return dict(connection.execute(query).tuples().all())
 
@@ -284,7 +288,7 @@ def _spans(
     connection: Connection, run: Row, attempts: Sequence[Row], launches: Mapping[int, Sequence[Row]]
 ) -> list[Span]:
     """Return the attempts in the form that the goodput account needs."""
-    columns = EVENTS.c
+    columns = tables.EVENTS.c
     query = (
         select(columns.attempt, columns.kind, columns.time, columns.data)
         .where(columns.run_uid == run["uid"])
@@ -313,9 +317,11 @@ def _spans(
 
 def _places(connection: Connection, run: Row) -> dict[int, int]:
     query = (
-        select(EVENTS.c.attempt, EVENTS.c.data)
-        .where(EVENTS.c.run_uid == run["uid"])
-        .where(EVENTS.c.kind == EventKind.ATTEMPT_RESERVED, EVENTS.c.attempt.is_not(None))
+        select(tables.EVENTS.c.attempt, tables.EVENTS.c.data)
+        .where(tables.EVENTS.c.run_uid == run["uid"])
+        .where(
+            tables.EVENTS.c.kind == EventKind.ATTEMPT_RESERVED, tables.EVENTS.c.attempt.is_not(None)
+        )
     )
     return {
         number: facts.get("place") or 0
@@ -333,23 +339,31 @@ def _size(spec: RunSpec | None, world_size: int) -> int:
 def _edges_about(connection: Connection, run: Row) -> list[Row]:
     """Return the edges that begin or end at this run or its parts, from all readable folders."""
     uid = run["uid"]
-    about = or_(EDGES.c.source_uid == uid, EDGES.c.target_uid == uid)
-    order = (EDGES.c.kind, EDGES.c.source_run, EDGES.c.source, EDGES.c.target, EDGES.c.id)
+    about = or_(tables.EDGES.c.source_uid == uid, tables.EDGES.c.target_uid == uid)
+    order = (
+        tables.EDGES.c.kind,
+        tables.EDGES.c.source_run,
+        tables.EDGES.c.source,
+        tables.EDGES.c.target,
+        tables.EDGES.c.id,
+    )
     # By the run that recorded the edge. Its other end may be a run that this account may not read.
-    query = readable(connection, select(EDGES).where(about), EDGES.c.run_uid)
+    query = permissions.readable(
+        connection, select(tables.EDGES).where(about), tables.EDGES.c.run_uid
+    )
     return rows_of(connection, query.order_by(*order))
 
 
 def _children(connection: Connection, run: Row) -> list[Row]:
     """Return the checkpoints of other runs whose parent is a checkpoint of this run."""
-    columns = CHECKPOINTS.c
+    columns = tables.CHECKPOINTS.c
     query = (
-        select(columns.name, columns.parent, RUNS.c.run)
-        .join(RUNS, RUNS.c.uid == columns.run_uid)
+        select(columns.name, columns.parent, tables.RUNS.c.run)
+        .join(tables.RUNS, tables.RUNS.c.uid == columns.run_uid)
         .where(columns.parent_uid == run["uid"], columns.run_uid != run["uid"])
-        .order_by(RUNS.c.run, columns.name)
+        .order_by(tables.RUNS.c.run, columns.name)
     )
-    return rows_of(connection, readable(connection, query))
+    return rows_of(connection, permissions.readable(connection, query))
 
 
 def _edge(row: Row) -> views.Edge:

@@ -11,27 +11,20 @@ from sqlalchemy import cast as sql_cast
 from typing_extensions import TypedDict
 
 from holdfast.contracts.errors import NotFoundError
-from holdfast.lineage.database.permissions import readable
-from holdfast.lineage.database.tables import METRICS, NODES, RUNS
+from holdfast.lineage.database import permissions, tables
 from holdfast.lineage.database.transactions import Database
-from holdfast.lineage.queries import reports, views
+from holdfast.lineage.queries import pages, reports, views
 from holdfast.lineage.queries.cursors import PAGE_DEFAULT, RowOrder, RowPage, fetch_page
 from holdfast.lineage.queries.find import RUN_UID, Row, rows_of, run_row
-from holdfast.lineage.queries.pages import (
-    RunFilter,
-    account_column,
-    partition_column,
-    wanted_runs,
-)
 
 # Queries for a run's metrics and its speed, by launch.
 
 POINTS_DEFAULT: Final = 1000
 _NUMBERS: Final = frozenset({int, float, type(None)})
 _BUCKETS: Final = (
-    select(*(METRICS.c[name] for name in ("attempt", "launch", "step", "time", "data")))
-    .where(METRICS.c.run_uid == RUN_UID)
-    .order_by(METRICS.c.attempt, METRICS.c.launch, METRICS.c.bucket)
+    select(*(tables.METRICS.c[name] for name in ("attempt", "launch", "step", "time", "data")))
+    .where(tables.METRICS.c.run_uid == RUN_UID)
+    .order_by(tables.METRICS.c.attempt, tables.METRICS.c.launch, tables.METRICS.c.bucket)
 )
 
 
@@ -122,16 +115,16 @@ def list_nodes(
 
     Raises `QueryError` for an invalid cursor or limit.
     """
-    columns = NODES.c
+    columns = tables.NODES.c
     hosts = select(columns.host).group_by(columns.host)
     with database.reading() as connection:
-        hosts = readable(connection, hosts, columns.run_uid)
+        hosts = permissions.readable(connection, hosts, columns.run_uid)
         page = fetch_page(connection, hosts, RowOrder("host", (columns.host,)), after, limit)
         hosts_shown = [row["host"] for row in page.items]
         found = (columns.host, columns.fault, func.count().label("count"))
         newest = (func.max(columns[name]).label(name) for name in ("started_at", "ended_at"))
         query = select(*found, *newest).where(columns.host.in_(hosts_shown))
-        query = readable(connection, query, columns.run_uid)
+        query = permissions.readable(connection, query, columns.run_uid)
         counts = rows_of(connection, query.group_by(columns.host, columns.fault))
     by_host = defaultdict(list)
     for one in counts:
@@ -157,10 +150,10 @@ def node_faults(database: Database, host: str) -> list[reports.NodeFault]:
 
     Raises `NotFoundError` for a host on which no attempt ran.
     """
-    columns = NODES.c
+    columns = tables.NODES.c
     query = (
-        select(NODES, RUNS.c.run)
-        .join(RUNS, RUNS.c.uid == columns.run_uid)
+        select(tables.NODES, tables.RUNS.c.run)
+        .join(tables.RUNS, tables.RUNS.c.uid == columns.run_uid)
         .where(columns.host == host, columns.fault.is_not(None))
         .order_by(columns.started_at.desc(), columns.run_uid, columns.attempt)
         .limit(FAULTS_SHOWN_MAX)
@@ -174,10 +167,10 @@ def node_faults(database: Database, host: str) -> list[reports.NodeFault]:
                 started_at=views.iso(row["started_at"]),
                 ended_at=views.iso(row["ended_at"]),
             )
-            for row in rows_of(connection, readable(connection, query))
+            for row in rows_of(connection, permissions.readable(connection, query))
         ]
         known = select(columns.host).where(columns.host == host).limit(1)
-        known = readable(connection, known, columns.run_uid)
+        known = permissions.readable(connection, known, columns.run_uid)
         # The same answer for a host of other accounts' runs as for one that does not exist.
         if not faults and not rows_of(connection, known):
             raise NotFoundError(f"{host!r}: no attempt ran on a machine with this name")
@@ -258,42 +251,44 @@ _ADDED: Final = [
 ]
 
 
-def storage_totals(database: Database, where: RunFilter) -> StorageTotals:
+def storage_totals(database: Database, where: pages.RunFilter) -> StorageTotals:
     """Return the total storage of the checkpoints of all matching runs, from the runs table."""
     # Sum as floating point: the sum of many integers could overflow in SQLite.
-    columns = {name: sql_cast(RUNS.c[name], Double) for name in _STORED}
+    columns = {name: sql_cast(tables.RUNS.c[name], Double) for name in _STORED}
     sums = [func.coalesce(func.sum(column), 0).label(name) for name, column in columns.items()]
     with database.reading() as connection:
-        query = wanted_runs(connection, select(func.count().label("runs"), *sums), where)
+        query = pages.wanted_runs(connection, select(func.count().label("runs"), *sums), where)
         (row,) = rows_of(connection, query)
     return cast(StorageTotals, {name: int(value) for name, value in row.items()})
 
 
-def goodput_totals(database: Database, where: RunFilter) -> GoodputTotals:
+def goodput_totals(database: Database, where: pages.RunFilter) -> GoodputTotals:
     """Return the total goodput of all matching runs, each up to the last update of its row.
 
     A run without attempts, such as an imported one, has used no time and does not count.
     """
-    query = select(RUNS.c.goodput).where(RUNS.c.attempts > 0)
+    query = select(tables.RUNS.c.goodput).where(tables.RUNS.c.attempts > 0)
     with database.reading() as connection:
-        found = rows_of(connection, wanted_runs(connection, query, where))
+        found = rows_of(connection, pages.wanted_runs(connection, query, where))
     return _totals_of(row["goodput"] for row in found)
 
 
-def goodput_groups(database: Database, where: RunFilter, by: GroupBy) -> list[GoodputGroup]:
+def goodput_groups(database: Database, where: pages.RunFilter, by: GroupBy) -> list[GoodputGroup]:
     """Return the totals of all matching runs by user, partition, account or tag.
 
     The groups with most GPU hours come first. A run with several tags counts in the group of each.
     """
     columns = {
-        "user": RUNS.c.created_by,
-        "partition": partition_column(),
-        "account": account_column(),
-        "tag": RUNS.c.tags,
+        "user": tables.RUNS.c.created_by,
+        "partition": pages.partition_column(),
+        "account": pages.account_column(),
+        "tag": tables.RUNS.c.tags,
     }
-    query = select(RUNS.c.goodput, columns[by].label("name")).where(RUNS.c.attempts > 0)
+    query = select(tables.RUNS.c.goodput, columns[by].label("name")).where(
+        tables.RUNS.c.attempts > 0
+    )
     with database.reading() as connection:
-        found = rows_of(connection, wanted_runs(connection, query, where))
+        found = rows_of(connection, pages.wanted_runs(connection, query, where))
     accounts: defaultdict[str | None, list[Any]] = defaultdict(list)
     for row in found:
         for name in (row["name"] or [None]) if by == "tag" else [row["name"]]:
