@@ -45,8 +45,7 @@ from holdfast.api.signs import LifeSigns
 from holdfast.api.steering import read_supervision
 from holdfast.api.store import STEERING, IndexStore
 from holdfast.api.watch import Watch
-from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
-from holdfast.contracts.disk.filesystems import is_there
+from holdfast.contracts.disk import durable, filesystems
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError, NotFoundError
@@ -256,7 +255,7 @@ def _silent(row: RunRow, paths: RunPaths, signs: LifeSigns) -> list[Finding]:
         return []
     attempt = paths.attempt(number)
     # An agent that ends by itself leaves an outcome before its last heartbeat.
-    if is_there(attempt.outcome):
+    if filesystems.is_there(attempt.outcome):
         return []
     agent = agent_on([beat.host for beat in read_heartbeats(attempt)], attempt=number)
     since = time.time() - signs.silent_s
@@ -397,7 +396,7 @@ class RootAcknowledgements:
             return {}
 
     def _write(self, found: dict[str, Acknowledged]) -> None:
-        make_directory(self._path.parent)
-        content = to_json(_Document(roots=found).model_dump(mode="json"))
-        write_bytes(self._path, content, mode=0o600)
+        durable.make_directory(self._path.parent)
+        content = durable.to_json(_Document(roots=found).model_dump(mode="json"))
+        durable.write_bytes(self._path, content, mode=0o600)
         self._found = found

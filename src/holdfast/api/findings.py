@@ -17,13 +17,7 @@ from typing import Final, TypedDict
 from holdfast.contracts.disk.bounds import TIME_MAX
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.records.protection import (
-    COPIES,
-    LAUNCHES,
-    SPARES,
-    summary_of,
-    unprotected_in,
-)
+from holdfast.contracts.records import protection
 from holdfast.contracts.states import AttemptState, RunState
 
 REPEATS_MIN: Final = 2
@@ -119,7 +113,7 @@ QUEUE: Final = (
     EventKind.ATTEMPT_ENDED,
     EventKind.OPERATOR_REQUEST,
 )
-PROTECTION: Final = (*LAUNCHES, EventKind.PROTECTION)
+PROTECTION: Final = (*protection.LAUNCHES, EventKind.PROTECTION)
 
 
 def findings(facts: RunFacts) -> list[Finding]:
@@ -267,9 +261,9 @@ def _protection(facts: RunFacts) -> Iterable[Finding]:
     """Report a running launch that the loss of a node would set back further than expected."""
     if facts.state != RunState.RUNNING:
         return
-    lacking = unprotected_in(facts.protection)
-    for kind, lacks in (("unprotected", COPIES), ("spares_used", SPARES)):
-        if one := summary_of(lacking, lacks):
+    lacking = protection.unprotected_in(facts.protection)
+    for kind, lacks in (("unprotected", protection.COPIES), ("spares_used", protection.SPARES)):
+        if one := protection.summary_of(lacking, lacks):
             yield finding(kind, "warn", one["text"], one["at"], one["action"])
 
 

@@ -22,6 +22,7 @@ from holdfast.lineage.index import Index
 from holdfast.lineage.queries import (
     comparison,
     consumers,
+    cursors,
     durability,
     folding,
     pages,
@@ -31,17 +32,8 @@ from holdfast.lineage.queries import (
     totals,
     views,
 )
-from holdfast.lineage.queries.cursors import PAGE_MAX
-from holdfast.lineage.queries.cursors import RowPage as IndexPage
 from holdfast.lineage.queries.durability import CheckpointRow
 from holdfast.lineage.queries.openlineage import export_run
-from holdfast.lineage.queries.pages import (
-    CheckpointFilter,
-    EventFilter,
-    RunFilter,
-    RunSort,
-    SortOrder,
-)
 from holdfast.lineage.queries.run_queries import RunRef
 
 # A run's name, folder name or uid, but never a path.
@@ -142,18 +134,18 @@ class IndexStore:
 
     def list_runs(
         self,
-        where: RunFilter,
-        sort: RunSort,
+        where: pages.RunFilter,
+        sort: pages.RunSort,
         after: str | None,
         limit: int,
-        order: SortOrder | None = None,
+        order: pages.SortOrder | None = None,
     ) -> Page[views.RunRow]:
         index = self.index.open()
         found = pages.list_runs(index, where, sort=sort, order=order, after=after, limit=limit)
         return _page(found)
 
     def list_all_runs(
-        self, where: RunFilter, sort: RunSort, order: SortOrder | None = None
+        self, where: pages.RunFilter, sort: pages.RunSort, order: pages.SortOrder | None = None
     ) -> list[views.RunRow]:
         """Return all matching runs."""
         return pages.list_runs(self.index.open(), where, sort=sort, order=order, limit=None).items
@@ -179,7 +171,7 @@ class IndexStore:
     def list_checkpoints(
         self,
         run: str,
-        where: CheckpointFilter,
+        where: pages.CheckpointFilter,
         *,
         newest_first: bool,
         after: str | None,
@@ -202,8 +194,10 @@ class IndexStore:
         run, name = self.find_checkpoint(identity)
         parsed = CheckpointName.parse(name)
         step = parsed.step if parsed else None
-        where = CheckpointFilter(step_from=step, step_to=step)
-        found = durability.list_with_status(self.index.open(), run.uid, where, limit=PAGE_MAX)
+        where = pages.CheckpointFilter(step_from=step, step_to=step)
+        found = durability.list_with_status(
+            self.index.open(), run.uid, where, limit=cursors.PAGE_MAX
+        )
         for row in found.items:
             if row["id"].endswith(f":{name}"):
                 return row
@@ -242,7 +236,13 @@ class IndexStore:
 
     @in_one_read
     def list_events(
-        self, run: str, where: EventFilter, *, newest_first: bool, after: str | None, limit: int
+        self,
+        run: str,
+        where: pages.EventFilter,
+        *,
+        newest_first: bool,
+        after: str | None,
+        limit: int,
     ) -> Page[views.EventView]:
         found = pages.list_events(
             self.index.open(),
@@ -305,23 +305,25 @@ class IndexStore:
 
     def list_storage(
         self,
-        where: RunFilter,
-        sort: RunSort,
+        where: pages.RunFilter,
+        sort: pages.RunSort,
         after: str | None,
         limit: int,
-        order: SortOrder | None = None,
+        order: pages.SortOrder | None = None,
     ) -> Page[views.StorageRow]:
         index = self.index.open()
         found = pages.list_storage(index, where, sort=sort, order=order, after=after, limit=limit)
         return _page(found)
 
-    def storage_totals(self, where: RunFilter) -> totals.StorageTotals:
+    def storage_totals(self, where: pages.RunFilter) -> totals.StorageTotals:
         return totals.storage_totals(self.index.open(), where)
 
-    def goodput_totals(self, where: RunFilter) -> totals.GoodputTotals:
+    def goodput_totals(self, where: pages.RunFilter) -> totals.GoodputTotals:
         return totals.goodput_totals(self.index.open(), where)
 
-    def goodput_groups(self, where: RunFilter, by: totals.GroupBy) -> list[totals.GoodputGroup]:
+    def goodput_groups(
+        self, where: pages.RunFilter, by: totals.GroupBy
+    ) -> list[totals.GoodputGroup]:
         return totals.goodput_groups(self.index.open(), where, by)
 
     def ping(self) -> None:
@@ -332,7 +334,7 @@ class IndexStore:
         return run_queries.count_runs(self.index.open())
 
     def live_runs(self) -> list[views.RunRow]:
-        where = RunFilter(states=LIVE)
+        where = pages.RunFilter(states=LIVE)
         return pages.list_runs(self.index.open(), where, limit=None).items
 
 
@@ -345,5 +347,5 @@ def _no_path(run: str) -> str:
     return run
 
 
-def _page(found: IndexPage[T]) -> Page[T]:
+def _page(found: cursors.RowPage[T]) -> Page[T]:
     return Page(items=found.items, next=found.next)

@@ -21,8 +21,7 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
-from holdfast.contracts.disk.file_locks import locked
+from holdfast.contracts.disk import durable, file_locks
 from holdfast.contracts.disk.paths import holdfast_home
 from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.plain_text import counted
@@ -152,16 +151,16 @@ class TokenStore:
         return token if hmac.compare_digest(given, token.digest) else None
 
     def _write(self, tokens: list[Token]) -> None:
-        content = to_json(TokensDocument(tokens=tokens).model_dump(mode="json"))
+        content = durable.to_json(TokensDocument(tokens=tokens).model_dump(mode="json"))
         # Mode 0600 from its creation: there is no moment at which others can read it.
-        write_bytes(self.path, content, mode=0o600)
+        durable.write_bytes(self.path, content, mode=0o600)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
         """Lock the file, so that only one process changes it at a time."""
-        make_directory(self.path.parent)
+        durable.make_directory(self.path.parent)
         lock = self.path.with_suffix(".lock")
-        with locked(lock, LOCK_S, owner_only=True) as is_locked:
+        with file_locks.locked(lock, LOCK_S, owner_only=True) as is_locked:
             if not is_locked:
                 raise TimeoutError(
                     f"{lock}: locked by another process for {LOCK_S:.0f} s; find the process with "

@@ -9,17 +9,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from holdfast.cli.shared import index, output
 from holdfast.cli.shared.arguments import RunArgument
-from holdfast.cli.shared.index import locate_run
-from holdfast.cli.shared.output import (
-    AsJson,
-    RootOption,
-    answer,
-    bytes_text,
-    check_folder_of,
-    say,
-    warn,
-)
 from holdfast.contracts.disk.durable import create_bytes
 from holdfast.contracts.errors import OutputExistsError, reading_run
 from holdfast.contracts.plain_text import counted
@@ -36,8 +27,8 @@ def bundle(
             "--out", "-o", help="The file to write. Default: holdfast-RUN.tar.gz in this folder."
         ),
     ] = None,
-    root: RootOption = None,
-    as_json: AsJson = False,
+    root: output.RootOption = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """Write an archive about a run, without secrets, that you can attach to a report.
 
@@ -47,9 +38,9 @@ def bundle(
     """
     from holdfast.cli.support.bundle import make_bundle
 
-    paths = locate_run(run, root)
+    paths = index.locate_run(run, root)
     target = (out or Path(f"holdfast-{paths.name}.tar.gz")).expanduser().absolute()
-    check_folder_of("--out", target)
+    output.check_folder_of("--out", target)
     _check_is_new(target)
     with reading_run(paths.directory):
         made = make_bundle(paths)
@@ -65,7 +56,7 @@ def bundle(
         "secrets_without_a_value_here": made.unknown_secrets,
     }
     _warn(facts)
-    answer(facts, as_json, _render)
+    output.answer(facts, as_json, _render)
 
 
 def _check_is_new(target: Path) -> None:
@@ -79,14 +70,18 @@ def _warn(facts: Mapping[str, Any]) -> None:
     """Name what could not be read, and the secrets whose values are not known here."""
     unread = [one for one in facts["left_out"] if not one["reason"].startswith("never included")]
     for one in unread[:PRINTED_MAX]:
-        warn(f"holdfast: left out: {one['name']}: {one['reason']}")
+        output.warn(f"holdfast: left out: {one['name']}: {one['reason']}")
     if len(unread) > PRINTED_MAX:
-        warn(f"holdfast: {len(unread) - PRINTED_MAX} more are in the archive's MANIFEST.json")
+        output.warn(
+            f"holdfast: {len(unread) - PRINTED_MAX} more are in the archive's MANIFEST.json"
+        )
     for line in facts["secrets_without_a_value_here"]:
-        warn(f"holdfast: this secret's value is unknown here, so look for it in the logs: {line}")
+        output.warn(
+            f"holdfast: this secret's value is unknown here, so look for it in the logs: {line}"
+        )
 
 
 def _render(facts: Mapping[str, Any]) -> None:
-    size = bytes_text(facts["bytes"])
-    say(f"wrote {facts['path']}: {counted(facts['files'], 'file')}, {size}, secrets removed")
-    say("names of hosts, accounts and paths stay in it; read it before you send it")
+    size = output.bytes_text(facts["bytes"])
+    output.say(f"wrote {facts['path']}: {counted(facts['files'], 'file')}, {size}, secrets removed")
+    output.say("names of hosts, accounts and paths stay in it; read it before you send it")

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from holdfast.cli.shared import collector, index
 from holdfast.cli.shared.arguments import confirm
-from holdfast.cli.shared.collector import return_free_memory
-from holdfast.cli.shared.index import choose_root, open_index
 from holdfast.cli.shared.output import AsJson, RootOption, answer, print_facts, say, warn
 from holdfast.contracts.errors import NotFoundError, SpecError
 
@@ -87,13 +86,13 @@ def reindex(
 
     if root is not None and root_option is not None:
         raise SpecError(f"reindex: expected ROOT or --root, not both: {root} and {root_option}")
-    home = choose_root(str(root) if root else root_option)
+    home = index.choose_root(str(root) if root else root_option)
     if not home.is_dir():
         raise NotFoundError(
             f"{home}: no such directory. Expected the folder that contains the runs."
         )
-    with open_index(REINDEX) as database:
-        return_free_memory()
+    with index.open_index(REINDEX) as database:
+        collector.return_free_memory()
         report = rebuild(database, home)
     facts: dict[str, Any] = {"root": str(home), **vars(report)}
     answer(facts, as_json, print_facts)

@@ -19,10 +19,8 @@ from holdfast.cli.shared.arguments import RunArgument
 from holdfast.cli.shared.index import choose_root, locate_checkpoint, locate_run
 from holdfast.cli.shared.output import AsJson, RootOption, answer, bytes_text, print_facts, say
 from holdfast.cli.supervise import command, supervisor_warning
-from holdfast.contracts.disk.durable import make_directory
-from holdfast.contracts.disk.filesystems import NODE_LOCAL, filesystem_of
+from holdfast.contracts.disk import durable, filesystems, visits
 from holdfast.contracts.disk.paths import LATEST, RunPaths, checkpoint_id, list_runs
-from holdfast.contracts.disk.visits import visit
 from holdfast.contracts.errors import HoldfastError, NotFoundError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.checkpoint_choice import choose_checkpoint
@@ -108,15 +106,15 @@ def check_torch() -> CheckResult:
 def check_root(root: Path) -> CheckResult:
     """Check what the root's file system can do, and that it is not in memory."""
     try:
-        make_directory(root)
+        durable.make_directory(root)
         problems = find_problems(root)
     except OSError as error:
         step = "give a writable directory with --root or HOLDFAST_ROOT"
         return CheckResult("root", "fail", f"{root}: {error.strerror or error}", step)
     if problems:
         return CheckResult("root", "fail", f"{describe(root)}: {problems[0].text}", ADVICE)
-    kind = filesystem_of(root).kind
-    if kind in NODE_LOCAL:
+    kind = filesystems.filesystem_of(root).kind
+    if kind in filesystems.NODE_LOCAL:
         step = "set HOLDFAST_ROOT to durable storage that all nodes share"
         return CheckResult("root", "warn", f"{root} is in memory ({kind})", step)
     return CheckResult("root", "ok", describe(root))
@@ -180,7 +178,9 @@ def check_supervisors(root: Path) -> CheckResult:
                 "supervisors", "warn", f"{detail}{_named(lost)}", command(root, "--all")
             )
         # A run that cannot be read is listed by `holdfast runs` with the reason.
-        lost += [one.paths.name for one in visit([paths], _has_lost_supervisor) if one.result]
+        lost += [
+            one.paths.name for one in visits.visit([paths], _has_lost_supervisor) if one.result
+        ]
     if lost:
         runs = "run" if len(lost) == 1 else "runs"
         detail = f"this host sees no supervisor of {len(lost)} live {runs}"

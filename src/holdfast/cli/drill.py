@@ -13,18 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.cli.shared import index, output
 from holdfast.cli.shared.arguments import refuse_unused
-from holdfast.cli.shared.index import locate_run
-from holdfast.cli.shared.output import (
-    AsJson,
-    RootOption,
-    answer,
-    check_folder_of,
-    print_table,
-    say,
-    seconds_text,
-    warn,
-)
 from holdfast.contracts.bench_package import require_bench_package
 from holdfast.contracts.errors import NotFoundError, SpecError
 
@@ -37,7 +27,7 @@ class _Report:
 
     def __init__(self, path: Path | None, after: list[Path], as_json: bool) -> None:
         if path is not None:
-            check_folder_of("--report", path)
+            output.check_folder_of("--report", path)
         self.path, self._former = path, [_read(one) for one in after]
         self._as_json = as_json
 
@@ -48,7 +38,7 @@ class _Report:
             from holdfast_bench.drills.report import write_report
 
             write_report(self.path, [*self._former, result])
-        answer(result.as_json(), self._as_json, _render)
+        output.answer(result.as_json(), self._as_json, _render)
 
 
 def _read(path: Path) -> DrillResult:
@@ -109,8 +99,8 @@ def drill(
             metavar="DIR",
         ),
     ] = None,
-    root: RootOption = None,
-    as_json: AsJson = False,
+    root: output.RootOption = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """Inject faults into a run and check the invariants. The exit status is 1 if one is broken."""
     require_bench_package("a drill")
@@ -155,7 +145,9 @@ def _drill_live(
     from holdfast_bench.live_drills.runner import drill_live
 
     chosen = select_kinds(wanted, is_live=True, missing=())
-    return drill_live(locate_run(run, root), chosen, count, seed, tell=warn, within_s=within_s)
+    return drill_live(
+        index.locate_run(run, root), chosen, count, seed, tell=output.warn, within_s=within_s
+    )
 
 
 def _drill_temporary(
@@ -180,7 +172,7 @@ def _drill_temporary(
         result = DrillResult(seed=plan.seed, at_once=plan.at_once, refused=missing)
         try:
             kept = folder.with_name(f"{folder.name}-broken")
-            drill_throw_away(plan, result, folder, warn, kept=kept)
+            drill_throw_away(plan, result, folder, output.warn, kept=kept)
         finally:
             page.write(result)
     return result
@@ -193,15 +185,17 @@ def _render(data: dict[str, Any]) -> None:
             fault["kind"],
             "ok" if fault["ok"] else "broken",
             fault["steps_lost"],
-            seconds_text(fault["first_step_s"]),
+            output.seconds_text(fault["first_step_s"]),
             fault["detail"],
         )
         for number, fault in enumerate(data["faults"], start=1)
     ]
-    print_table(("fault", "kind", "", "steps lost", "training again after", "fault details"), rows)
+    output.print_table(
+        ("fault", "kind", "", "steps lost", "training again after", "fault details"), rows
+    )
     for one in data["broken"]:
-        say(f"broken: {one['invariant']}: {one['detail']}")
+        output.say(f"broken: {one['invariant']}: {one['detail']}")
     for folder in data["kept"]:
-        say(f"kept: {folder}")
+        output.say(f"kept: {folder}")
     if not data["broken"]:
-        say(f"{len(data['faults'])} faults, every invariant held (seed {data['seed']})")
+        output.say(f"{len(data['faults'])} faults, every invariant held (seed {data['seed']})")

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from holdfast.cli.shared.output import AsJson, answer, echo, say, to_json_text
-from holdfast.contracts.disk.durable import create_bytes
-from holdfast.contracts.disk.paths import SPEC_NAME, default_root
+from holdfast.contracts.disk import durable, paths
 from holdfast.contracts.errors import NotFoundError, OutputExistsError, SchedulerError, SpecError
 from holdfast.contracts.spec.schema import run_spec_schema
 
@@ -132,14 +131,16 @@ def init(
     """
     place = folder.expanduser().absolute()
     chosen = _UNUSUAL.sub("-", place.name).strip("-_") if name is None else name
-    if not SPEC_NAME.fullmatch(chosen):
+    if not paths.SPEC_NAME.fullmatch(chosen):
         raise SpecError(f"--name {chosen!r}: expected letters, digits, '-' and '_'")
     files = {
         SPEC: _spec_text(chosen, executor, partition),
         SCHEMA: f"{json.dumps(run_spec_schema(), indent=1)}\n",
         PROGRAM: PROGRAM_TEXT,
         DEPLOYMENTS: DEPLOYMENTS_TEXT.format(
-            name=chosen, spec=json.dumps(str(place / SPEC)), root=json.dumps(str(default_root()))
+            name=chosen,
+            spec=json.dumps(str(place / SPEC)),
+            root=json.dumps(str(paths.default_root())),
         ),
     }
     if there := [each for each in files if (place / each).exists()]:
@@ -149,7 +150,7 @@ def init(
         )
     place.mkdir(parents=True, exist_ok=True)
     for each, text in files.items():
-        create_bytes(place / each, text.encode())
+        durable.create_bytes(place / each, text.encode())
     facts = {"name": chosen, "folder": str(place), "files": list(files)}
     answer(facts, as_json, _render)
 

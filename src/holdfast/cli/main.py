@@ -17,8 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from holdfast.cli.shared.exit_status import MISUSE, REFUSED
-from holdfast.cli.shared.output import echo, prepare_streams, print_error, print_usage, warn
+from holdfast.cli.shared import exit_status, output
 from holdfast.contracts.disk.paths import refuse_others_home
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.version import holdfast_version
@@ -172,7 +171,7 @@ app = typer.Typer(
 
 def _print_version(show: bool) -> None:
     if show:
-        echo(f"holdfast {holdfast_version()}")
+        output.echo(f"holdfast {holdfast_version()}")
         raise typer.Exit
 
 
@@ -206,23 +205,23 @@ def all_commands() -> CommandGroup:
 def main() -> None:
     """Run the command line. Turn each error into a message and its exit status."""
     as_json = "--json" in sys.argv
-    prepare_streams()
+    output.prepare_streams()
     try:
         # In its standalone mode, typer chooses exit statuses itself.
         done = app(standalone_mode=False)
     # An OSError is a full disk or a missing permission: the message is enough, without traceback.
     except (HoldfastError, OSError) as error:
-        sys.exit(print_error(error, as_json=as_json))
+        sys.exit(output.print_error(error, as_json=as_json))
     except TyperException as error:
         if as_json:
-            print_error(error, as_json=True)
+            output.print_error(error, as_json=True)
         else:
-            print_usage(error)
-        sys.exit(MISUSE)
+            output.print_usage(error)
+        sys.exit(exit_status.MISUSE)
     except typer.Abort:
         # Ctrl-C or Ctrl-D at a question.
-        warn("holdfast: not confirmed, so nothing was done")
-        sys.exit(REFUSED)
+        output.warn("holdfast: not confirmed, so nothing was done")
+        sys.exit(exit_status.REFUSED)
     # `typer.Exit` makes click return the status.
     sys.exit(done if isinstance(done, int) else 0)
 

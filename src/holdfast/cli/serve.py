@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.shared.collector import return_free_memory
-from holdfast.cli.shared.index import choose_root, existing_root, user_name
+from holdfast.cli.shared import collector, index
 from holdfast.cli.shared.output import AsJson, answer, print_table, say, time_text, warn
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import NotFoundError, SpecError
@@ -84,7 +83,7 @@ def serve(
 
     _check_names(name or (), trusted_proxy or ())
     _check_certificate(certificate, key)
-    roots = tuple(existing_root(str(one)) for one in root or ()) or (choose_root(None),)
+    roots = tuple(index.existing_root(str(one)) for one in root or ()) or (index.choose_root(None),)
     below = _checked_prefix(prefix)
     access_policy = _access_policy(host, name or ())
     listening = _listen(host, port)
@@ -107,7 +106,7 @@ def serve(
     query = f"?token={_own_token(services)}" if is_private(host, name or ()) else ""
     scheme = "https" if is_secure else "http"
     warn(f"holdfast: serving {_address(host, listening, scheme, below)}{query}")
-    return_free_memory()
+    collector.return_free_memory()
     uvicorn.Server(config).run(sockets=[listening])
 
 
@@ -254,7 +253,7 @@ def _own_token(services: Services) -> str:
     """Return an operator token for the user who started the server. It is not stored."""
     from holdfast.api.tokens import Role
 
-    return services.tokens.issue(user_name(), Role.OPERATOR)[1]
+    return services.tokens.issue(index.user_name(), Role.OPERATOR)[1]
 
 
 def _checked_prefix(prefix: str | None) -> str:

@@ -11,18 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from holdfast.cli.shared import index, output
 from holdfast.cli.shared.arguments import CLEAR, WATCH_S, RunsArgument
-from holdfast.cli.shared.index import read_index, secrets_in
-from holdfast.cli.shared.output import (
-    AsJson,
-    RootOption,
-    answer,
-    print_facts,
-    print_table,
-    say,
-    seconds_text,
-    time_text,
-)
 from holdfast.cli.supervise import supervisor_warning
 from holdfast.cli.views import print_stretches, refreshed_directory
 from holdfast.contracts.account.goodput import PARTS
@@ -34,7 +24,6 @@ from holdfast.contracts.records import saving
 from holdfast.contracts.records.alerts import FAILED_SAVES_MAX, failed_saves, noticed
 from holdfast.contracts.records.consumers import ConsumerState
 from holdfast.contracts.records.history import load_events, load_history
-from holdfast.contracts.records.known_damage import damaged_checkpoints
 from holdfast.contracts.records.orders import orders_of
 from holdfast.contracts.records.protection import Lacking, unprotected_in
 from holdfast.contracts.redaction import redact
@@ -77,8 +66,8 @@ def show(
             help="With --errors, the attempt. Default: the newest that has errors.",
         ),
     ] = None,
-    root: RootOption = None,
-    as_json: AsJson = False,
+    root: output.RootOption = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """Show a run: its state, its attempts with their causes, and its use of time.
 
@@ -93,17 +82,17 @@ def show(
     if diff:
         differing = _differing(settings)
         names = [one["run"] for one in settings]
-        answer({"runs": names, "keys": differing}, as_json, _render_differing)
+        output.answer({"runs": names, "keys": differing}, as_json, _render_differing)
         return
     if spec:
         found = settings if len(settings) > 1 else settings[0]
-        answer(found, as_json, lambda _: _render_settings(settings))
+        output.answer(found, as_json, lambda _: _render_settings(settings))
         return
     if watch and as_json:
         raise typer.BadParameter("--watch prints text: leave --json out, or use `holdfast events`")
     shown = [_shown(run, root) for run in runs]
     if not watch:
-        answer(shown if len(shown) > 1 else shown[0], as_json, lambda _: _render(shown))
+        output.answer(shown if len(shown) > 1 else shown[0], as_json, lambda _: _render(shown))
         return
     _render(shown)
     while any(RunState(one["state"]).is_live for one in shown):
@@ -145,13 +134,13 @@ def _show_errors(runs: Sequence[str], attempt: int | None, root: str | None, as_
         for one in found:
             print_errors(one)
 
-    answer(data if len(data) > 1 else data[0], as_json, render)
+    output.answer(data if len(data) > 1 else data[0], as_json, render)
 
 
 def _render(shown: Sequence[Mapping[str, Any]]) -> None:
     for number, one in enumerate(shown):
         if number:
-            say("")
+            output.say("")
         _render_run(one)
 
 
@@ -171,8 +160,8 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
             is_running = shown["state"] == RunState.RUNNING
             unprotected = unprotected_in(events) if is_running else []
             found = {
-                "failed_saves": failed_saves(events),
-                "noticed": noticed(events),
+                "failed_saves": alerts.failed_saves(events),
+                "noticed": alerts.noticed(events),
                 "committed_step": history.committed_step,
                 "trained_step": trained_step(history),
                 "live_step": live_step(paths) if is_running else None,
@@ -187,19 +176,19 @@ def _shown(run: str, root: str | None) -> dict[str, Any]:
                     *map(_unprotected, unprotected),
                 ],
             }
-        return {**shown, **redact(found, secrets_in(paths))}
+        return {**shown, **redact(found, index.secrets_in(paths))}
 
-    return read_index(read)
+    return index.read_index(read)
 
 
 def _settings(run: str, root: str | None) -> dict[str, Any]:
-    directory = read_index(lambda database: refreshed_directory(run, root, database))
+    directory = index.read_index(lambda database: refreshed_directory(run, root, database))
     with reading_run(directory):
         paths = RunPaths(Path(directory))
         history = load_history(paths)
         found = settings_of(history.spec, history.spec.sources)
         found |= settings_in(history.events)
-        return {"run": paths.name, "settings": redact(found, secrets_in(paths))}
+        return {"run": paths.name, "settings": redact(found, index.secrets_in(paths))}
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any] | None]]:
@@ -222,9 +211,9 @@ def _render_differing(facts: Mapping[str, Any]) -> None:
         for key, row in facts["keys"].items()
     ]
     if rows:
-        print_table(("key", *facts["runs"]), rows)
+        output.print_table(("key", *facts["runs"]), rows)
     else:
-        say(f"the specs of {' and '.join(facts['runs'])} have the same values")
+        output.say(f"the specs of {' and '.join(facts['runs'])} have the same values")
 
 
 def _as_written(value: Any) -> str:
@@ -233,12 +222,12 @@ def _as_written(value: Any) -> str:
 
 def _render_settings(settings: Sequence[Mapping[str, Any]]) -> None:
     for one in settings:
-        say(f"run {one['run']}")
+        output.say(f"run {one['run']}")
         rows = [
             (key, _as_written(found["value"]), found["source"])
             for key, found in one["settings"].items()
         ]
-        print_table(("key", "value", "source"), rows)
+        output.print_table(("key", "value", "source"), rows)
 
 
 def _warnings(run: Mapping[str, Any]) -> list[str]:
@@ -262,7 +251,7 @@ def _damaged(paths: RunPaths, events: Iterable[Event]) -> list[str]:
     """Return a warning for each checkpoint that is known to be damaged and was not deleted."""
     return [
         f"{checkpoint_id(paths.name, name)} is damaged, so nothing starts from it: {damage}"
-        for name, damage in damaged_checkpoints(events).items()
+        for name, damage in known_damage.damaged_checkpoints(events).items()
         if paths.checkpoint(name).is_dir()
     ]
 
@@ -284,13 +273,19 @@ def _failures_text(failed: Sequence[Mapping[str, Any]]) -> str | None:
     if not failed:
         return None
     last = failed[-1]
-    count = f"{FAILED_SAVES_MAX} or more" if len(failed) == FAILED_SAVES_MAX else str(len(failed))
-    return f"{count}; the last at step {last['step']}, {time_text(last['at'])}: {last['error']}"
+    count = (
+        f"{alerts.FAILED_SAVES_MAX} or more"
+        if len(failed) == alerts.FAILED_SAVES_MAX
+        else str(len(failed))
+    )
+    return (
+        f"{count}; the last at step {last['step']}, {output.time_text(last['at'])}: {last['error']}"
+    )
 
 
 def _render_run(run: Mapping[str, Any]) -> None:
     good = run["goodput"]
-    print_facts(
+    output.print_facts(
         {
             "run": run["run"],
             "state": run["state"],
@@ -302,7 +297,7 @@ def _render_run(run: Mapping[str, Any]) -> None:
             "trained step": run["trained_step"],
             "successor": _successor_text(run["successor"]),
             "folder": run["path"],
-            "created": f"{time_text(run['created_at'], zone=True)} by {run['created_by']}",
+            "created": f"{output.time_text(run['created_at'], zone=True)} by {run['created_by']}",
             "forked from": run["forked_from"],
             "flow run": run["flow_run"],
             "spec digest": _short(run["spec_digest"]),
@@ -311,7 +306,7 @@ def _render_run(run: Mapping[str, Any]) -> None:
             "steps lost": good["steps_lost"] if run["saves_by_holdfast"] is not False else None,
             "failed saves": _failures_text(run["failed_saves"]),
             "time": ", ".join(
-                f"{part} {seconds_text(good[f'{part}_s'])}"
+                f"{part} {output.seconds_text(good[f'{part}_s'])}"
                 for part in PARTS
                 if good[f"{part}_s"] > 0
             ),
@@ -322,15 +317,15 @@ def _render_run(run: Mapping[str, Any]) -> None:
     if len(run["stretches"]) > 1:
         print_stretches(run["stretches"])
     headings = ("attempt", "state", "cause", "GPUs", "steps", "resumed from", "job", "started")
-    print_table(headings, [_attempt_cells(attempt) for attempt in run["attempts"]])
+    output.print_table(headings, [_attempt_cells(attempt) for attempt in run["attempts"]])
     _print_orders(run["orders"])
     _print_consumers(run)
     for one in run["noticed"]:
         dumps = f" ({', '.join(one['dumps'])})" if one["dumps"] else ""
-        say(f"attempt {one['attempt']}, {time_text(one['at'])}: {one['text']}{dumps}")
+        output.say(f"attempt {one['attempt']}, {output.time_text(one['at'])}: {one['text']}{dumps}")
     _print_failures(run)
     for warning in run["warnings"]:
-        say(f"warning: {warning}")
+        output.say(f"warning: {warning}")
 
 
 def _successor_text(one: Mapping[str, Any] | None) -> str | None:
@@ -352,10 +347,10 @@ def _print_orders(orders: Sequence[Mapping[str, Any]]) -> None:
             one["gpus"] and f"at {counted(one['gpus'], 'GPU')}",
         ]
         text = " ".join(str(part) for part in what if part)
-        facts = one["by"], time_text(one["at"]), one["state"], one["detail"]
+        facts = one["by"], output.time_text(one["at"]), one["state"], one["detail"]
         rows.append((one["number"], text, *facts))
     if rows:
-        print_table(("order", "what", "by", "given", "state", "detail"), rows)
+        output.print_table(("order", "what", "by", "given", "state", "detail"), rows)
 
 
 def _print_consumers(run: Mapping[str, Any]) -> None:
@@ -371,7 +366,7 @@ def _print_consumers(run: Mapping[str, Any]) -> None:
     ]
     if rows:
         headings = ("consumer", "event", "checkpoint", "state", "tries", "reason", "log")
-        print_table(headings, rows)
+        output.print_table(headings, rows)
 
 
 def newest_reason(run: Mapping[str, Any]) -> str | None:
@@ -400,7 +395,7 @@ def _attempt_cells(attempt: Mapping[str, Any]) -> tuple[object, ...]:
     if attempt["first_step"] is not None:
         steps = f"{attempt['first_step']}–{attempt['last_step'] or ''}"
     columns = ("number", "state", "cause", "gpus")
-    origin = attempt["resumed_from"], attempt["job_id"], time_text(attempt["started_at"])
+    origin = attempt["resumed_from"], attempt["job_id"], output.time_text(attempt["started_at"])
     return (*(attempt[name] for name in columns), steps, *origin)
 
 
@@ -413,10 +408,10 @@ def _print_failures(run: Mapping[str, Any]) -> None:
     printed = run["reason"] or ""
     for line in last["evidence"]:
         if line not in printed:
-            say(f"attempt {last['number']}: {line}")
+            output.say(f"attempt {last['number']}: {line}")
             printed += f"\n{line}"
     if last["traceback"]:
-        say(_frames(last["traceback"].rstrip(), printed))
+        output.say(_frames(last["traceback"].rstrip(), printed))
 
 
 def _frames(traceback: str, printed: str) -> str:

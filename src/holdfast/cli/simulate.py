@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from holdfast.cli.shared import index, output
 from holdfast.cli.shared.arguments import Overrides, refuse_unused
-from holdfast.cli.shared.index import locate_run
-from holdfast.cli.shared.output import (
-    AsJson,
-    RootOption,
-    answer,
-    check_plot,
-    print_table,
-    say,
-    seconds_text,
-)
 from holdfast.cli.views import print_stretches
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.plain_text import counted
@@ -92,8 +83,8 @@ def simulate(
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the first row, as SVG or PNG.", metavar="FILE")
     ] = None,
-    root: RootOption = None,
-    as_json: AsJson = False,
+    root: output.RootOption = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """Play a run on a trace of free GPUs; print its end, ETTR and cost for each size and interval.
 
@@ -104,7 +95,7 @@ def simulate(
 
     _check_options(context, history_days, costs_of)
     if plot is not None:
-        check_plot(plot)
+        output.check_plot(plot)
     base = load_spec(spec, overrides or ())
     costs = _costs(costs_of, root, cost or ())
     seen, *others = _traces(base, trace, history_days, fallback_trace or (), instance_gpus)
@@ -119,7 +110,7 @@ def simulate(
     if plot is not None and first is not None:
         _draw(first, seen, plot)
     facts = {"trace_s": seen.length_s, "steps": count, "costs": vars(costs), "rows": rows}
-    answer(facts, as_json, _render)
+    output.answer(facts, as_json, _render)
 
 
 def _check_options(context: typer.Context, days: float | None, costs_of: str | None) -> None:
@@ -176,7 +167,7 @@ def _costs(costs_of: str | None, root: str | None, words: Sequence[str]) -> Cost
     if not given.get("step_s", 1.0) or not given.get("mean_failure_s", 1.0):
         raise SpecError("--cost: step_s and mean_failure_s must be above 0")
     if costs_of is not None:
-        return replace(measured_costs(load_history(locate_run(costs_of, root))), **given)
+        return replace(measured_costs(load_history(index.locate_run(costs_of, root))), **given)
     if "step_s" not in given:
         raise SpecError(
             "give --cost step_s=SECONDS, or --costs-of RUN for the costs that a run has measured"
@@ -251,13 +242,15 @@ def _render(facts: dict[str, Any]) -> None:
     has_prices = any(row["cost"] is not None for row in facts["rows"])
     head = ["gpus", "interval", "ends after", "ETTR", "attempts", "preempted", "failed", "lost"]
     head += ["cost", "on demand alone"] * has_prices
-    print_table(
+    output.print_table(
         head,
         [
             [
                 str(row["gpus"]),
                 str(row["interval"]),
-                seconds_text(row["ends_s"]) if row["is_complete"] else f"never: {row['reason']}",
+                output.seconds_text(row["ends_s"])
+                if row["is_complete"]
+                else f"never: {row['reason']}",
                 f"{row['ettr']:.1%}",
                 *(str(row[key]) for key in ("attempts", "preemptions", "failures", "steps_lost")),
                 *([_price(row, "cost"), _price(row, "on_demand_alone")] if has_prices else []),
@@ -267,9 +260,9 @@ def _render(facts: dict[str, Any]) -> None:
     )
     for row in facts["rows"]:
         if len(row["stretches"]) > 1:
-            say(f"{counted(row['gpus'], 'GPU')}, interval {row['interval']}, by place:")
+            output.say(f"{counted(row['gpus'], 'GPU')}, interval {row['interval']}, by place:")
             print_stretches(row["stretches"])
-    say(f"the trace lasts {seconds_text(facts['trace_s'])} and repeats")
+    output.say(f"the trace lasts {output.seconds_text(facts['trace_s'])} and repeats")
 
 
 def _price(row: dict[str, Any], key: str) -> str:

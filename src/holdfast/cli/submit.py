@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.cli.shared import follow, index
 from holdfast.cli.shared.arguments import Overrides, refuse_unused
 from holdfast.cli.shared.exit_status import INTERRUPTED
-from holdfast.cli.shared.follow import follow_run
-from holdfast.cli.shared.index import choose_root, locate_checkpoint, look_at, user_name
 from holdfast.cli.shared.output import AsJson, RootOption, answer, echo, say, warn
 from holdfast.contracts.disk.paths import RunPaths, checkpoint_id
 from holdfast.contracts.errors import NotFoundError, SchedulerError, SpecError
+from holdfast.contracts.records import checkpoint_choice, saving
 from holdfast.contracts.records.attempt import Request, RunRecord
-from holdfast.contracts.records.checkpoint_choice import newest_of_branch
 from holdfast.contracts.records.history import load_history, load_identity
-from holdfast.contracts.records.saving import saves_by_holdfast, trained_in, why_nothing_is_saved
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.written import settings_of
 from holdfast.contracts.states import RunState
@@ -104,7 +102,7 @@ def _create(spec: RunSpec, home: Path, file: Path) -> tuple[RunPaths, bool, list
     earlier = own_generation(home, spec.name)
     warnings = [*secrets.require(spec, earlier), *warnings_of(spec, earlier)]
     warnings += warnings_of_defaults(spec)
-    paths, created = attach_or_create(spec, home, created_by=user_name())
+    paths, created = attach_or_create(spec, home, created_by=index.user_name())
     if created:
         warnings += [*left_behind(earlier, paths.name, file), *snapshot_warnings(spec)]
     elif new := sorted(set(spec.tags) - set(load_identity(paths)[1].tags)):
@@ -150,9 +148,9 @@ def fork(
     from holdfast.workers.runs.feasibility import Feasibility
     from holdfast.workers.schedulers.slurm_defaults import warnings_of_defaults
 
-    parent, directory = locate_checkpoint(checkpoint, root)
+    parent, directory = index.locate_checkpoint(checkpoint, root)
     given: dict[str, Any] = {"name": name, "spec_file": spec, "overrides": overrides or ()}
-    given["root"] = choose_root(root) if root else None
+    given["root"] = index.choose_root(root) if root else None
     if dry_run:
         refuse_unused(context, "--dry-run queues nothing", "wait")
         plan = plan_fork(parent, directory, **given)
@@ -160,7 +158,7 @@ def fork(
         found = _dry_run(plan.spec, plan.root)
         answer({**found, "forked_from": plan.origin.checkpoint_id}, True, echo)
         return
-    paths = fork_run(parent, directory, by=user_name(), **given)
+    paths = fork_run(parent, directory, by=index.user_name(), **given)
     own = load_history(paths).spec
     warnings = [*plain_secret_warnings(own), *warnings_of(own, parent)]
     problem = Feasibility.of(load_history(paths)).problem(own.gpus)
@@ -199,7 +197,7 @@ def left_behind(earlier: RunPaths | None, run: str, spec: Path) -> list[str]:
         # An opaque program finds its checkpoints itself.
         return []
     try:
-        newest = newest_of_branch(earlier, history)
+        newest = checkpoint_choice.newest_of_branch(earlier, history)
     except NotFoundError:
         return []
     text = (
@@ -218,7 +216,7 @@ def root_for(spec: RunSpec, root: str | None) -> Path:
 
         if (found := root_of(spec.blocks.storage)) is not None:
             return found
-    return choose_root(root)
+    return index.choose_root(root)
 
 
 def first_request(spec: RunSpec, root: Path) -> Request:
@@ -273,7 +271,7 @@ def start_and_follow(
     """
     from holdfast.flows.start import Started, start_if_alone
 
-    history = look_at(paths)
+    history = index.look_at(paths)
     started = Started()
     if history.state.is_live:
         started = start_if_alone(paths, preflight=preflight, refresh=True, loaded=loaded)
@@ -293,14 +291,14 @@ def start_and_follow(
     }
     if wait:
         try:
-            facts.update(follow_run(paths, started, show=not as_json))
+            facts.update(follow.follow_run(paths, started, show=not as_json))
         except KeyboardInterrupt:
             warn(f"holdfast: stopped waiting; {paths.name} continues (`holdfast stop` stops it)")
             raise typer.Exit(INTERRUPTED) from None
-        trained = trained_in(load_history(paths))
-        facts["saves_by_holdfast"] = saves_by_holdfast(trained)
+        trained = saving.trained_in(load_history(paths))
+        facts["saves_by_holdfast"] = saving.saves_by_holdfast(trained)
         if facts["saves_by_holdfast"] is False:
-            warn(f"holdfast: {why_nothing_is_saved(trained)} by Holdfast")
+            warn(f"holdfast: {saving.why_nothing_is_saved(trained)} by Holdfast")
         answer(facts, as_json, _render_end)
         raise typer.Exit(0 if facts["state"] == "completed" else 1)
     answer(facts, as_json, _render_submitted)

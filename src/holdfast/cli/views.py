@@ -16,29 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.cli.shared import index, output
 from holdfast.cli.shared.arguments import CLEAR, WATCH_S, RunArgument, SinceOption
-from holdfast.cli.shared.index import (
-    choose_root,
-    existing_root,
-    locate_known,
-    read_index,
-    refresh,
-    refresh_all,
-    refresh_newest,
-)
-from holdfast.cli.shared.output import (
-    AsJson,
-    RootOption,
-    answer,
-    bytes_text,
-    echo,
-    plain_values,
-    print_table,
-    say,
-    seconds_text,
-    time_text,
-    warn,
-)
 from holdfast.cli.supervise import supervisor_warning
 from holdfast.contracts.disk.mirrors import read_record
 from holdfast.contracts.disk.paths import RunPaths, has_spec, list_runs
@@ -59,7 +38,7 @@ HEADINGS = ("place", "attempts", "time", "ETTR", "lost", "GPU hours", "cost", "o
 
 def print_stretches(stretches: Sequence[Mapping[str, Any]]) -> None:
     """Print a row for each stretch, as `Stretch.as_json` gives it."""
-    print_table(HEADINGS, [_cells(one) for one in stretches])
+    output.print_table(HEADINGS, [_cells(one) for one in stretches])
 
 
 def _cells(one: Mapping[str, Any]) -> tuple[object, ...]:
@@ -67,7 +46,7 @@ def _cells(one: Mapping[str, Any]) -> tuple[object, ...]:
     return (
         one["name"],
         one["first"] if is_single else f"{one['first']}–{one['last']}",
-        seconds_text(one["ended_at"] - one["began_at"]),
+        output.seconds_text(one["ended_at"] - one["began_at"]),
         f"{one['ettr']:.1%}",
         one["steps_lost"],
         f"{one['gpu_hours']:.2f}",
@@ -218,8 +197,8 @@ def runs(
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Show changes until no listed run is live.")
     ] = False,
-    root: RootOption = None,
-    as_json: AsJson = False,
+    root: output.RootOption = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """List the runs under the root and in the index, newest first.
 
@@ -229,13 +208,13 @@ def runs(
         raise typer.BadParameter("--watch prints text: leave --json out")
     if problem := problem_with_tags(tags or ()):
         raise SpecError(f"--tag: {problem}")
-    home = existing_root(root)
+    home = index.existing_root(root)
     wanted = tuple(states or ()), user, tuple(names or ()), tuple(tags or ())
     chosen = RunChoice(*wanted, since, sort)
     list_them = partial(_listed, home, chosen, limit, is_alone=root is not None)
     show = partial(_render_runs, home=home)
     shown = list_them()
-    answer(shown, as_json, show)
+    output.answer(shown, as_json, show)
     while watch and any(_is_live(row) for row in shown):
         time.sleep(WATCH_S)
         before, shown = shown, list_them()
@@ -254,7 +233,7 @@ def _listed(
     """Return the rows of the chosen runs, and those of the unreadable ones if all are wanted."""
     # The state and the user of a run are known once it is read, so a choice reads all runs.
     most = limit if chosen.is_all else None
-    found, unreadable = read_index(
+    found, unreadable = index.read_index(
         lambda database: _refreshed_runs(database, home, most, is_alone=is_alone)
     )
     named = {row["path"] for row in found}
@@ -282,15 +261,15 @@ def _refreshed_runs(
     where = pages.RunFilter(root=home if is_alone else None)
     limit = most if most and most <= PAGE_MAX else None
     if most is None:
-        unreadable = refresh_all(list_runs(home), database)
+        unreadable = index.refresh_all(list_runs(home), database)
     else:
-        unreadable = refresh_newest(home, database, most)
+        unreadable = index.refresh_newest(home, database, most)
     elsewhere = [
-        RunPaths(choose_root(row["path"]))
+        RunPaths(index.choose_root(row["path"]))
         for row in pages.list_runs(database, where, limit=limit).items[:most]
         if RunState(row["state"]).is_live and row["root"] != str(home.resolve())
     ]
-    refresh_all([one for one in elsewhere if has_spec(one.directory)], database)
+    index.refresh_all([one for one in elsewhere if has_spec(one.directory)], database)
     found = pages.list_runs(database, where, limit=limit).items
     summaries = [
         {name: value for name, value in row.items() if name in views.RunSummary.__annotations__}
@@ -342,8 +321,8 @@ def checkpoints(
     ] = None,
     pinned: Annotated[bool, typer.Option("--pinned", help="List pinned checkpoints only.")] = False,
     since: SinceOption = None,
-    root: RootOption = None,
-    as_json: AsJson = False,
+    root: output.RootOption = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """List a run's checkpoints, oldest first, and why each one is kept.
 
@@ -363,12 +342,12 @@ def checkpoints(
 
     rows = [
         _with_mirror(row)
-        for row in read_index(read)
+        for row in index.read_index(read)
         if (not states or row["state"] in states)
         and (row["pinned"] or not pinned)
         and (since is None or (unix_time(row["committed_at"]) or 0.0) >= since)
     ]
-    answer(rows, as_json, partial(_render_checkpoints, metric=best))
+    output.answer(rows, as_json, partial(_render_checkpoints, metric=best))
 
 
 def _with_mirror(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -383,8 +362,8 @@ def lineage(
         LineageFormat | None,
         typer.Option("--format", help="The output format. Default: a tree."),
     ] = None,
-    root: RootOption = None,
-    as_json: AsJson = False,
+    root: output.RootOption = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """Show a run's lineage: its attempts and checkpoints, their origins and descendants."""
     from holdfast.lineage.queries import run_queries
@@ -393,36 +372,38 @@ def lineage(
     if form is LineageFormat.OPENLINEAGE:
         from holdfast.lineage.queries.openlineage import export_run
 
-        answer(read_index(lambda index: export_run(index, of(index))), True, echo)
+        output.answer(
+            index.read_index(lambda index: export_run(index, of(index))), True, output.echo
+        )
         return
     if as_json and form in {LineageFormat.MERMAID, LineageFormat.DOT}:
         raise typer.BadParameter(
             f"--json and --format {form}: only one of them can be printed; leave one of them out"
         )
-    graph = read_index(lambda index: run_queries.lineage_graph(index, of(index)))
+    graph = index.read_index(lambda index: run_queries.lineage_graph(index, of(index)))
     if form is None or form is LineageFormat.JSON:
-        answer(graph, as_json or form is LineageFormat.JSON, render_lineage)
+        output.answer(graph, as_json or form is LineageFormat.JSON, render_lineage)
         return
     from holdfast.lineage.queries.formats import dot, mermaid
 
-    graph = plain_values(graph)
-    echo(mermaid(graph) if form is LineageFormat.MERMAID else dot(graph), nl=False)
+    graph = output.plain_values(graph)
+    output.echo(mermaid(graph) if form is LineageFormat.MERMAID else dot(graph), nl=False)
 
 
 def refreshed_directory(run: str, root: str | None, database: Any) -> str:
     """Refresh the rows of a run from disk and scheduler, and return its folder."""
-    paths = locate_known(run, root, database)
+    paths = index.locate_known(run, root, database)
     if has_spec(paths.directory):
-        refresh(paths, database)
+        index.refresh(paths, database)
     else:
-        warn(f"holdfast: {paths.directory} no longer exists; showing the rows in the index")
+        output.warn(f"holdfast: {paths.directory} no longer exists; showing the rows in the index")
     return str(paths.directory)
 
 
 def _render_runs(found: Sequence[Mapping[str, Any]], home: Path) -> None:
     if not found:
         is_new = "" if home.is_dir() else ", which does not exist yet"
-        say(f"no runs that match under {home}{is_new}; `holdfast submit SPEC` starts one")
+        output.say(f"no runs that match under {home}{is_new}; `holdfast submit SPEC` starts one")
         return
     columns = ("run", "state", "step", "attempts", "world_size", "cause")
     has_tags = any(row["tags"] for row in found)
@@ -430,15 +411,15 @@ def _render_runs(found: Sequence[Mapping[str, Any]], home: Path) -> None:
         (
             *(row[name] for name in columns),
             *([", ".join(row["tags"] or ())] if has_tags else []),
-            time_text(row["created_at"]),
+            output.time_text(row["created_at"]),
             row["root"],
         )
         for row in found
     ]
     headings = ("run", "state", "step", "attempts", "ranks", "cause")
-    print_table((*headings, *(["tags"] if has_tags else []), "created", "root"), rows)
+    output.print_table((*headings, *(["tags"] if has_tags else []), "created", "root"), rows)
     for warning in (one for row in found for one in row["warnings"]):
-        say(f"warning: {warning}")
+        output.say(f"warning: {warning}")
 
 
 def _render_checkpoints(found: list[Mapping[str, Any]], metric: str | None = None) -> None:
@@ -448,10 +429,10 @@ def _render_checkpoints(found: list[Mapping[str, Any]], metric: str | None = Non
         (
             *([f"{row['metrics'][metric]:.6g}"] if metric else []),
             *(row[name] for name in columns),
-            bytes_text(row["bytes"]),
-            seconds_text(row["blocked_s"]),
-            seconds_text(row["flush_s"]),
-            time_text(row["committed_at"]),
+            output.bytes_text(row["bytes"]),
+            output.seconds_text(row["blocked_s"]),
+            output.seconds_text(row["flush_s"]),
+            output.time_text(row["committed_at"]),
             "yes" if row["mirror"] else "",
             *([", ".join(row["tags"])] if has_tags else []),
         )
@@ -459,7 +440,7 @@ def _render_checkpoints(found: list[Mapping[str, Any]], metric: str | None = Non
     ]
     headings = ("checkpoint", "step", "state", "kept because", "ranks", "size", "blocked", "flush")
     more = ("committed", "mirrored", *(["tags"] if has_tags else []))
-    print_table((*([metric] if metric else []), *headings, *more), rows)
+    output.print_table((*([metric] if metric else []), *headings, *more), rows)
 
 
 def render_lineage(graph: Mapping[str, Any]) -> None:
@@ -469,5 +450,5 @@ def render_lineage(graph: Mapping[str, Any]) -> None:
     from holdfast.cli.shared.lineage_tree import lineage_tree
 
     Console(highlight=False, markup=False, emoji=False, soft_wrap=True).print(
-        lineage_tree(plain_values(graph))
+        lineage_tree(output.plain_values(graph))
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from holdfast.api.errors import models
+from holdfast.api.errors import models, stacks
 from holdfast.api.errors.files import ErrorFiles, ReadBudget
 from holdfast.api.errors.records import (
     BAD_ENDINGS,
@@ -20,7 +20,6 @@ from holdfast.api.errors.records import (
     launch_ends,
     of_journal,
 )
-from holdfast.api.errors.stacks import read_stacks
 from holdfast.api.errors.timeline import EqualErrors, failure_text, merge_errors, order_note
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import AttemptPaths, CheckpointName, RunPaths
@@ -321,7 +320,7 @@ def find_errors(paths: RunPaths, sources: ErrorSources, secrets: Sequence[str]) 
         left_out=max(0, len(entries) - ENTRIES_MAX),
         unread=budget.unread,
         order_note=order_note(merged, clock_problems(beats, time.time())),
-        stacks=read_stacks(attempt, events, secrets, ReadBudget()),
+        stacks=stacks.read_stacks(attempt, events, secrets, ReadBudget()),
         difference=_difference(paths, sources, failed, secrets) if entries else None,
     )
 

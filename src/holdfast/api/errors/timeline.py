@@ -20,8 +20,7 @@ from holdfast.contracts.node.flight import span_text
 from holdfast.contracts.plain_text import counted, plain_line
 from holdfast.contracts.records.alerts import signal_name
 from holdfast.contracts.states import Cause
-from holdfast.workers.decisions.causes import first_failure
-from holdfast.workers.decisions.evidence import find_cause, fingerprint, last_message
+from holdfast.workers.decisions import causes, evidence
 
 CLOCKS_NAMED_MAX: Final = 8
 # Addresses, process ids and sizes differ between ranks that fail in the same way.
@@ -151,7 +150,7 @@ def _key(one: ErrorRecord, prints: dict[str, str]) -> tuple[str, ...]:
         return one.source, one.kind, str(one.failure.exit_code), _NUMBER.sub("#", one.text)
     alike = _NUMBER.sub("#", one.traceback)
     if alike not in prints:
-        prints[alike] = fingerprint(one.traceback) or _NUMBER.sub("#", one.text)
+        prints[alike] = evidence.fingerprint(one.traceback) or _NUMBER.sub("#", one.text)
     return one.source, one.kind, prints[alike]
 
 
@@ -166,7 +165,7 @@ def _first(groups: Sequence[EqualErrors], end: LaunchEnd | None) -> EqualErrors 
     if named := [one for one in of_ranks if end.rank in one.ranks]:
         return named[0]
     leaders = [one.leader.failure for one in of_ranks if one.leader.failure is not None]
-    if (failed := first_failure(leaders)) is not None:
+    if (failed := causes.first_failure(leaders)) is not None:
         return next(one for one in of_ranks if one.leader.failure is failed)
     for source in _FALLBACKS:
         if found := [one for one in groups if one.leader.source is source]:
@@ -184,7 +183,7 @@ def _led(group: EqualErrors, end: LaunchEnd | None) -> EqualErrors:
 
 
 def _is_secondary(record: ErrorRecord) -> bool:
-    found = find_cause(record.traceback or record.text)
+    found = evidence.find_cause(record.traceback or record.text)
     return found is not None and found.rule.secondary_error
 
 
@@ -207,11 +206,11 @@ def failure_text(exit_code: int, traceback: str, stderr: str) -> tuple[str, str]
     if exit_code < 0:
         # Nobody explains a kill from outside, so the last output is unrelated.
         is_own = -exit_code not in {signals.SIGKILL, signals.SIGTERM}
-        said = plain_line(last_message(traceback or (stderr if is_own else "")))
+        said = plain_line(evidence.last_message(traceback or (stderr if is_own else "")))
         return "killed", f"killed by {signal_name(-exit_code)}" + (f"; {said}" if said else "")
-    if said := plain_line(last_message(traceback)):
+    if said := plain_line(evidence.last_message(traceback)):
         return "exception", said
-    said = plain_line(last_message(stderr))
+    said = plain_line(evidence.last_message(stderr))
     return "exit", f"exit status {exit_code}" + (f": {said}" if said else ", without an error")
 
 

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
+from holdfast.api import audit, schemas, watch
 from holdfast.api.access import AS_READER, Caller, Operator
-from holdfast.api.audit import audited
 from holdfast.api.routes.runs import RunId
-from holdfast.api.schemas import (
-    ActionDone,
-    AnnotationDone,
-    Ask,
-    AskAnnotate,
-    AskCancel,
-    AskPrune,
-    AskRelaunch,
-    JobRow,
-    Prune,
-)
 from holdfast.api.services import services_of
-from holdfast.api.watch import WRITER
 from holdfast.contracts.disk.paths import RunPaths, checkpoint_id
 from holdfast.contracts.records.annotations import annotate as change_annotation
 from holdfast.contracts.records.history import load_history
@@ -33,46 +21,56 @@ router = APIRouter(tags=["actions"], dependencies=[AS_READER])
 
 
 @router.post("/runs/{run}/relaunch")
-def relaunch(request: Request, run: RunId, body: AskRelaunch, caller: Operator) -> ActionDone:
+def relaunch(
+    request: Request, run: RunId, body: schemas.AskRelaunch, caller: Operator
+) -> schemas.ActionDone:
     """Relaunch a run in a new attempt, with `gpus` GPUs if given. A live run checkpoints first."""
     return _ask(request, run, "relaunch", body, caller, gpus=body.gpus)
 
 
 @router.post("/runs/{run}/stop")
-def stop(request: Request, run: RunId, body: Ask, caller: Operator) -> ActionDone:
+def stop(request: Request, run: RunId, body: schemas.Ask, caller: Operator) -> schemas.ActionDone:
     """Stop a run after a last checkpoint. `relaunch` continues it."""
     return _ask(request, run, "stop", body, caller)
 
 
 @router.post("/runs/{run}/pause")
-def pause(request: Request, run: RunId, body: Ask, caller: Operator) -> ActionDone:
+def pause(request: Request, run: RunId, body: schemas.Ask, caller: Operator) -> schemas.ActionDone:
     """Pause a run: it commits a last checkpoint and releases its GPUs until `resume`."""
     return _ask(request, run, "pause", body, caller)
 
 
 @router.post("/runs/{run}/resume")
-def resume(request: Request, run: RunId, body: Ask, caller: Operator) -> ActionDone:
+def resume(request: Request, run: RunId, body: schemas.Ask, caller: Operator) -> schemas.ActionDone:
     """Continue a paused run."""
     return _ask(request, run, "resume", body, caller)
 
 
 @router.post("/runs/{run}/cancel")
-def cancel(request: Request, run: RunId, body: AskCancel, caller: Operator) -> ActionDone:
+def cancel(
+    request: Request, run: RunId, body: schemas.AskCancel, caller: Operator
+) -> schemas.ActionDone:
     """Cancel a run after a last checkpoint, or with `now` without one."""
     return _ask(request, run, "cancel", body, caller, now=body.now)
 
 
 @router.post("/runs/{run}/annotate")
-def annotate(request: Request, run: RunId, body: AskAnnotate, caller: Operator) -> AnnotationDone:
+def annotate(
+    request: Request, run: RunId, body: schemas.AskAnnotate, caller: Operator
+) -> schemas.AnnotationDone:
     """Change the tags and the note of a run, which may have ended."""
     return annotate_part(request, services_of(request).store.folder_of(run), None, body, caller)
 
 
 def annotate_part(
-    request: Request, paths: RunPaths, checkpoint: str | None, body: AskAnnotate, caller: Caller
-) -> AnnotationDone:
+    request: Request,
+    paths: RunPaths,
+    checkpoint: str | None,
+    body: schemas.AskAnnotate,
+    caller: Caller,
+) -> schemas.AnnotationDone:
     """Change the tags and the note of a run, or of one of its checkpoints."""
-    with audited(paths, "annotate", caller, checkpoint=checkpoint):
+    with audit.audited(paths, "annotate", caller, checkpoint=checkpoint):
         done = change_annotation(
             paths,
             checkpoint,
@@ -81,60 +79,66 @@ def annotate_part(
             # An empty note that was given removes the former one.
             note=body.note if "note" in body.model_fields_set else None,
             by=caller.name,
-            via=WRITER,
+            via=watch.WRITER,
         )
     services_of(request).watch.touch(paths)
     identity = checkpoint and checkpoint_id(paths.name, checkpoint)
     facts = {**done.facts, "note_at": iso(done.facts["note_at"])}
-    return AnnotationDone(run=paths.name, checkpoint=identity, **facts)
+    return schemas.AnnotationDone(run=paths.name, checkpoint=identity, **facts)
 
 
 @router.post("/runs/{run}/prune")
-def prune(request: Request, run: RunId, body: AskPrune, caller: Operator) -> Prune:
+def prune(request: Request, run: RunId, body: schemas.AskPrune, caller: Operator) -> schemas.Prune:
     """Delete the checkpoints that no rule, pin or use keeps, or only list them (`dry_run`)."""
     services = services_of(request)
     paths = services.store.folder_of(run)
     # First, so that the action is judged by what has happened, not by what the index knows.
-    reconcile(paths, writer=WRITER)
-    with audited(paths, "prune", caller, dry_run=body.dry_run):
-        facts = deletion.prune(paths, by=caller.name, writer=WRITER, dry_run=body.dry_run)
+    reconcile(paths, writer=watch.WRITER)
+    with audit.audited(paths, "prune", caller, dry_run=body.dry_run):
+        facts = deletion.prune(paths, by=caller.name, writer=watch.WRITER, dry_run=body.dry_run)
     services.watch.touch(paths)
-    return Prune.model_validate(facts)
+    return schemas.Prune.model_validate(facts)
 
 
 @router.get("/jobs/{job}")
-def show_job(request: Request, job: str) -> JobRow:
+def show_job(request: Request, job: str) -> schemas.JobRow:
     """Return the state of a background job."""
-    return JobRow.model_validate(vars(services_of(request).jobs.find(job)))
+    return schemas.JobRow.model_validate(vars(services_of(request).jobs.find(job)))
 
 
 def _ask(
     request: Request,
     run: str,
     action: Action,
-    body: Ask,
+    body: schemas.Ask,
     caller: Caller,
     *,
     gpus: int | None = None,
     now: bool = False,
-) -> ActionDone:
+) -> schemas.ActionDone:
     services = services_of(request)
     paths = services.store.folder_of(run)
-    reconcile(paths, writer=WRITER)
+    reconcile(paths, writer=watch.WRITER)
     continues = action in {"relaunch", "resume"}
-    with audited(paths, action, caller, gpus=gpus, force=body.force):
+    with audit.audited(paths, action, caller, gpus=gpus, force=body.force):
         if continues:
             # Before the request is recorded: an order that cannot be carried out would stay
             # pending.
             services.check(paths)
         message = operator.request(
-            paths, action, by=caller.name, gpus=gpus, writer=WRITER, alone=not body.force, now=now
+            paths,
+            action,
+            by=caller.name,
+            gpus=gpus,
+            writer=watch.WRITER,
+            alone=not body.force,
+            now=now,
         )
         # After the order, which the supervisor that starts here must find.
         started = dict(services.start(paths, continues))
     services.watch.touch(paths)
     state = str(load_history(paths).state)
-    return ActionDone.model_validate(
+    return schemas.ActionDone.model_validate(
         {**started, "run": paths.name, "action": action, "gpus": gpus, "message": message}
         | {"state": state}
     )

@@ -10,32 +10,15 @@ import orjson
 from fastapi import APIRouter, Path, Request, Response
 from isal import isal_zlib
 
+from holdfast.api import audit, schemas, watch
 from holdfast.api.access import AS_READER, Operator
-from holdfast.api.audit import audited
 from holdfast.api.jobs import Job
 from holdfast.api.problems import LOG, Refusal
 from holdfast.api.routes.actions import annotate_part
-from holdfast.api.schemas import (
-    AnnotationDone,
-    AskAnnotate,
-    AskExport,
-    AskFork,
-    AskMetrics,
-    AskPin,
-    CheckpointDetail,
-    Empty,
-    Forked,
-    JobRow,
-    Pinned,
-    Reported,
-)
 from holdfast.api.services import Services, services_of
-from holdfast.api.watch import WRITER
-from holdfast.contracts.disk.damage import find_damage
-from holdfast.contracts.disk.digests import document_digest
+from holdfast.contracts.disk import damage, digests, mirrors
 from holdfast.contracts.disk.journal import JournalWriter
 from holdfast.contracts.disk.manifest import Manifest, read_manifest
-from holdfast.contracts.disk.mirrors import read_record
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError, SpecError
 from holdfast.contracts.records import reported
@@ -68,13 +51,13 @@ router = APIRouter(prefix="/checkpoints", tags=["checkpoints"], dependencies=[AS
 
 
 @router.get("/{checkpoint}")
-def show_checkpoint(request: Request, checkpoint: CheckpointId) -> CheckpointDetail:
+def show_checkpoint(request: Request, checkpoint: CheckpointId) -> schemas.CheckpointDetail:
     """Return a checkpoint: shards, digests, topology, and the commands that continue from it."""
     row = services_of(request).store.show_checkpoint(checkpoint)
     # The path of the row and not one of the client's.
     directory = FilePath(row["path"])
     manifest = _manifest(directory)
-    record = read_record(directory)
+    record = mirrors.read_record(directory)
     more: dict[str, Any] = {
         "on_disk": directory.is_dir(),
         "mirror": record.url if record else None,
@@ -88,7 +71,7 @@ def show_checkpoint(request: Request, checkpoint: CheckpointId) -> CheckpointDet
             "load": f'holdfast.trainer.load_checkpoint("{row["path"]}")',
         },
     }
-    return cast(CheckpointDetail, {**row, **more})
+    return cast(schemas.CheckpointDetail, {**row, **more})
 
 
 @router.get("/{checkpoint}/ancestry", response_model=list[reports.Ancestor])
@@ -98,54 +81,60 @@ def show_ancestry(request: Request, checkpoint: CheckpointId) -> Response:
 
 
 @router.post("/{checkpoint}/pin")
-def pin(request: Request, checkpoint: CheckpointId, body: AskPin, caller: Operator) -> Pinned:
+def pin(
+    request: Request, checkpoint: CheckpointId, body: schemas.AskPin, caller: Operator
+) -> schemas.Pinned:
     """Pin a checkpoint: it is kept whatever the keep rules say."""
     services = services_of(request)
     paths, name = _on_disk(services, checkpoint)
-    with audited(paths, "pin", caller, checkpoint=name):
-        identity = operator.pin(paths, name, by=caller.name, note=body.note, writer=WRITER)
+    with audit.audited(paths, "pin", caller, checkpoint=name):
+        identity = operator.pin(paths, name, by=caller.name, note=body.note, writer=watch.WRITER)
     services.watch.touch(paths)
-    return Pinned(checkpoint=identity, pinned=True)
+    return schemas.Pinned(checkpoint=identity, pinned=True)
 
 
 @router.post("/{checkpoint}/unpin")
-def unpin(request: Request, checkpoint: CheckpointId, _: Empty, caller: Operator) -> Pinned:
+def unpin(
+    request: Request, checkpoint: CheckpointId, _: schemas.Empty, caller: Operator
+) -> schemas.Pinned:
     """Unpin a checkpoint: the keep rules apply to it again."""
     services = services_of(request)
     paths, name = _on_disk(services, checkpoint)
-    with audited(paths, "unpin", caller, checkpoint=name):
-        identity = operator.unpin(paths, name, by=caller.name, writer=WRITER)
+    with audit.audited(paths, "unpin", caller, checkpoint=name):
+        identity = operator.unpin(paths, name, by=caller.name, writer=watch.WRITER)
     services.watch.touch(paths)
-    return Pinned(checkpoint=identity, pinned=False)
+    return schemas.Pinned(checkpoint=identity, pinned=False)
 
 
 @router.post("/{checkpoint}/annotate")
 def annotate(
-    request: Request, checkpoint: CheckpointId, body: AskAnnotate, caller: Operator
-) -> AnnotationDone:
+    request: Request, checkpoint: CheckpointId, body: schemas.AskAnnotate, caller: Operator
+) -> schemas.AnnotationDone:
     """Change the tags and the note of a committed checkpoint."""
     return annotate_part(request, *_on_disk(services_of(request), checkpoint), body, caller)
 
 
 @router.post("/{checkpoint}/metrics")
 def report_metrics(
-    request: Request, checkpoint: CheckpointId, body: AskMetrics, caller: Operator
-) -> Reported:
+    request: Request, checkpoint: CheckpointId, body: schemas.AskMetrics, caller: Operator
+) -> schemas.Reported:
     """Record metrics of a committed checkpoint, such as the results of an evaluation."""
     services = services_of(request)
     paths, name = _on_disk(services, checkpoint)
     values = reported.require_metrics(body.metrics)
     with (
-        audited(paths, "metric", caller, checkpoint=name),
-        JournalWriter(paths.journal_of(WRITER)) as journal,
+        audit.audited(paths, "metric", caller, checkpoint=name),
+        JournalWriter(paths.journal_of(watch.WRITER)) as journal,
     ):
         reported.report(paths, name, values, by=caller.name, journal=journal)
     services.watch.touch(paths)
-    return Reported(checkpoint=f"{paths.name}:{name}", metrics=body.metrics)
+    return schemas.Reported(checkpoint=f"{paths.name}:{name}", metrics=body.metrics)
 
 
 @router.post("/{checkpoint}/verify", status_code=202)
-def verify(request: Request, checkpoint: CheckpointId, _: Empty, caller: Operator) -> JobRow:
+def verify(
+    request: Request, checkpoint: CheckpointId, _: schemas.Empty, caller: Operator
+) -> schemas.JobRow:
     """Start a job that reads every byte of a checkpoint and compares it with its manifest."""
     services = services_of(request)
     paths, name = _on_disk(services, checkpoint)
@@ -157,13 +146,15 @@ def verify(request: Request, checkpoint: CheckpointId, _: Empty, caller: Operato
         by=caller.name,
         total_bytes=manifest.bytes if manifest else None,
     )
-    with audited(paths, "verify", caller, checkpoint=name):
+    with audit.audited(paths, "verify", caller, checkpoint=name):
         started = services.jobs.start(job, lambda advance: _verify(directory, caller.name, advance))
-    return JobRow.model_validate(vars(started))
+    return schemas.JobRow.model_validate(vars(started))
 
 
 @router.post("/{checkpoint}/export", status_code=202)
-def export(request: Request, checkpoint: CheckpointId, body: AskExport, caller: Operator) -> JobRow:
+def export(
+    request: Request, checkpoint: CheckpointId, body: schemas.AskExport, caller: Operator
+) -> schemas.JobRow:
     """Start a job that exports a checkpoint into the `exports` folder of its run."""
     services = services_of(request)
     paths, name = _on_disk(services, checkpoint)
@@ -173,16 +164,18 @@ def export(request: Request, checkpoint: CheckpointId, body: AskExport, caller: 
     refuse_damaged(paths, name, "export it")
     output = paths.exports / export_name(name, body)
     about = f"{paths.name}:{name} as {output.name}"
-    with audited(paths, "export", caller, checkpoint=name, output=output.name):
+    with audit.audited(paths, "export", caller, checkpoint=name, output=output.name):
         started = services.jobs.start(
             Job(kind="export", about=about, by=caller.name),
             lambda advance: _export(directory, output, body, advance),
         )
-    return JobRow.model_validate(vars(started))
+    return schemas.JobRow.model_validate(vars(started))
 
 
 @router.post("/{checkpoint}/fork", status_code=201)
-def fork(request: Request, checkpoint: CheckpointId, body: AskFork, caller: Operator) -> Forked:
+def fork(
+    request: Request, checkpoint: CheckpointId, body: schemas.AskFork, caller: Operator
+) -> schemas.Forked:
     """Start a new run, under another name, from a committed checkpoint."""
     services = services_of(request)
     # A program or a path from a request would run anything as the server's user.
@@ -195,16 +188,16 @@ def fork(request: Request, checkpoint: CheckpointId, body: AskFork, caller: Oper
     paths, name = _on_disk(services, checkpoint)
     _refuse_foreign(paths, "check its spec, then use `holdfast fork`, which runs it as your user")
     overrides = [f"{key}={_text(value)}" for key, value in body.set.items()]
-    with audited(paths, "fork", caller, checkpoint=name, into=body.name):
+    with audit.audited(paths, "fork", caller, checkpoint=name, into=body.name):
         facts = services.fork(paths, name, body.name, overrides, caller.name)
     services.watch.touch(paths)
-    return Forked.model_validate({**facts, "forked_from": f"{paths.name}:{name}"})
+    return schemas.Forked.model_validate({**facts, "forked_from": f"{paths.name}:{name}"})
 
 
-def export_name(checkpoint: str, body: AskExport) -> str:
+def export_name(checkpoint: str, body: schemas.AskExport) -> str:
     """Return the name of an export. Each selection of keys has its own export."""
     kind = f"-{body.dtype}" if body.dtype else ""
-    kind += f"-{document_digest(sorted(body.include))[:8]}" if body.include else ""
+    kind += f"-{digests.document_digest(sorted(body.include))[:8]}" if body.include else ""
     # A digest of the keys, because their names are too long for a file name.
     return f"{checkpoint}{kind}{exports.SUFFIXES[body.to]}"
 
@@ -212,23 +205,23 @@ def export_name(checkpoint: str, body: AskExport) -> str:
 def _verify(directory: FilePath, by: str, advance: Callable[[int], None]) -> dict[str, Any]:
     """Verify a checkpoint, and record the result in the run's journal if it is writable."""
     facts = verification.verify(
-        directory, lambda where, what: find_damage(where, what, progress=advance)
+        directory, lambda where, what: damage.find_damage(where, what, progress=advance)
     )
     try:
-        verification.record(directory, facts, by=by, writer=WRITER)
+        verification.record(directory, facts, by=by, writer=watch.WRITER)
     except OSError as error:
         LOG.warning("%s: the result of the verification was not recorded: %s", directory, error)
     return facts
 
 
 def _export(
-    directory: FilePath, output: FilePath, body: AskExport, advance: Callable[[int], None]
+    directory: FilePath, output: FilePath, body: schemas.AskExport, advance: Callable[[int], None]
 ) -> dict[str, Any]:
     return exports.export(
         directory,
         body.to,
         output,
-        writer=WRITER,
+        writer=watch.WRITER,
         include=body.include,
         dtype=body.dtype,
         look=lambda: advance(0),

@@ -10,10 +10,8 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from holdfast.api.access import AS_READER, identify
+from holdfast.api import access, prometheus, query_names
 from holdfast.api.problems import Refusal
-from holdfast.api.prometheus import CONTENT_TYPE, render
-from holdfast.api.query_names import KNOWN_QUERY
 from holdfast.api.schemas import Health
 from holdfast.api.services import Services, services_of
 from holdfast.contracts.errors import LineageError
@@ -30,7 +28,7 @@ router = APIRouter(tags=["live"])
 
 @router.get(
     "/api/v1/events",
-    dependencies=[AS_READER, KNOWN_QUERY],
+    dependencies=[access.AS_READER, query_names.KNOWN_QUERY],
     response_class=StreamingResponse,
     responses={200: {"content": {"text/event-stream": {}}}},
 )
@@ -68,7 +66,7 @@ def show_health(request: Request) -> JSONResponse:
     health = _health(services)
     try:
         # A monitor without a token must see whether the server is healthy, and nothing else.
-        is_anonymous = identify(request) is None
+        is_anonymous = access.identify(request) is None
     except Refusal:
         # A health check succeeds even with a wrong token.
         is_anonymous = True
@@ -78,10 +76,10 @@ def show_health(request: Request) -> JSONResponse:
     return JSONResponse(health.model_dump(mode="json"), 200 if health.ok else 503)
 
 
-@router.get("/metrics", dependencies=[AS_READER], response_class=Response)
+@router.get("/metrics", dependencies=[access.AS_READER], response_class=Response)
 def show_metrics(request: Request) -> Response:
     """Return metrics of the runs and of the server in Prometheus' text format."""
-    return Response(render(services_of(request)), media_type=CONTENT_TYPE)
+    return Response(prometheus.render(services_of(request)), media_type=prometheus.CONTENT_TYPE)
 
 
 def _health(services: Services) -> Health:
@@ -120,7 +118,7 @@ async def _lines(
             checked_at = time.monotonic()
             # The token may have been revoked since the stream was opened.
             try:
-                caller = await run_in_threadpool(identify, request)
+                caller = await run_in_threadpool(access.identify, request)
             except Refusal:
                 return
             if caller is None:

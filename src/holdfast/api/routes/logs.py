@@ -14,8 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 
 from holdfast.api.access import AS_READER
-from holdfast.api.logs.files import NAME_CHARACTERS_MAX, find_log, list_files
-from holdfast.api.logs.parts import read_part
+from holdfast.api.logs import files, parts
 from holdfast.api.logs.search import (
     MATCHES_MAX,
     TEXT_CHARACTERS_MAX,
@@ -23,15 +22,7 @@ from holdfast.api.logs.search import (
     Where,
     search_logs,
 )
-from holdfast.api.routes.runs import (
-    PART_BYTES,
-    After,
-    EndByte,
-    FirstByte,
-    Number,
-    PartBytes,
-    RunId,
-)
+from holdfast.api.routes import runs
 from holdfast.api.schemas import LogKind, LogSearch, RunLog, RunLogPart
 from holdfast.api.services import services_of
 from holdfast.contracts.disk.rank_logs import choose_attempt
@@ -41,47 +32,47 @@ from holdfast.contracts.redaction import read_masked
 CHUNK_BYTES: Final = 256 * 1024
 
 File = Annotated[
-    str, Query(max_length=NAME_CHARACTERS_MAX, description="The path in the run's folder")
+    str, Query(max_length=files.NAME_CHARACTERS_MAX, description="The path in the run's folder")
 ]
 
 router = APIRouter(prefix="/runs/{run}/log-files", tags=["runs"], dependencies=[AS_READER])
 
 
 @router.get("")
-def list_log_files(request: Request, run: RunId, attempt: Number = None) -> list[RunLog]:
+def list_log_files(request: Request, run: runs.RunId, attempt: runs.Number = None) -> list[RunLog]:
     """List the log files of an attempt, by default the newest, and the supervisor's.
 
     They are those of ranks, torchrun, agents and flushers.
     """
     paths = services_of(request).store.folder_of(run)
     has_attempt = attempt is not None or paths.attempt_numbers()
-    return list_files(paths, choose_attempt(paths, attempt) if has_attempt else None)
+    return files.list_files(paths, choose_attempt(paths, attempt) if has_attempt else None)
 
 
 @router.get("/part")
 def show_log_part(
     request: Request,
-    run: RunId,
+    run: runs.RunId,
     file: File,
-    offset: FirstByte = None,
-    before: EndByte = None,
-    limit: PartBytes = PART_BYTES,
+    offset: runs.FirstByte = None,
+    before: runs.EndByte = None,
+    limit: runs.PartBytes = runs.PART_BYTES,
 ) -> RunLogPart:
     """Return a part of a log file. To follow it, repeat with `offset` = `next_offset`."""
     store = services_of(request).store
     paths, secrets = store.folder_of(run), store.secrets(run)
-    name, log = find_log(paths, file)
+    name, log = files.find_log(paths, file)
     # Read first: an outcome that is there before the last part does not complete the log.
     ended = name.attempt is not None and paths.attempt(name.attempt).outcome.exists()
     with log:
-        part = read_part(log, offset=offset, before=before, limit=limit, secrets=secrets)
+        part = parts.read_part(log, offset=offset, before=before, limit=limit, secrets=secrets)
     return RunLogPart(run=paths.name, file=name.name, ended=ended, **part)
 
 
 @router.get("/search")
 async def search_log_files(
     request: Request,
-    run: RunId,
+    run: runs.RunId,
     text: Annotated[
         str,
         Query(
@@ -93,13 +84,13 @@ async def search_log_files(
     errors: Annotated[
         bool, Query(description="Find errors, such as tracebacks, instead of a text")
     ] = False,
-    attempt: Number = None,
+    attempt: runs.Number = None,
     kind: Annotated[list[LogKind] | None, Query(description="Any of these kinds")] = None,
     rank: Annotated[int | None, Query(ge=0, le=10_000_000)] = None,
     file: Annotated[
-        str | None, Query(max_length=NAME_CHARACTERS_MAX, description="Only this file")
+        str | None, Query(max_length=files.NAME_CHARACTERS_MAX, description="Only this file")
     ] = None,
-    after: After = None,
+    after: runs.After = None,
     limit: Annotated[
         int, Query(ge=1, le=MATCHES_MAX, description="The largest number of lines")
     ] = 100,
@@ -117,7 +108,7 @@ async def search_log_files(
     def search() -> LogSearch:
         paths, secrets = services.store.folder_of(run), services.store.secrets(run)
         if file is not None:
-            find_log(paths, file)[1].close()
+            files.find_log(paths, file)[1].close()
         if attempt is not None:
             choose_attempt(paths, attempt)
         return search_logs(paths, LineTest(text), where, after=after, limit=limit, secrets=secrets)
@@ -131,13 +122,13 @@ async def search_log_files(
     response_class=StreamingResponse,
     responses={200: {"content": {"text/plain": {}}}},
 )
-async def download_log_file(request: Request, run: RunId, file: File) -> StreamingResponse:
+async def download_log_file(request: Request, run: runs.RunId, file: File) -> StreamingResponse:
     """Return a whole log file, as it is now, as a download. Secrets are masked."""
     services = services_of(request)
 
     def find() -> tuple[str, BinaryIO, Sequence[str]]:
         paths = services.store.folder_of(run)
-        name, log = find_log(paths, file)
+        name, log = files.find_log(paths, file)
         plain = re.sub(r"[^A-Za-z0-9._-]", "-", f"{paths.name}-{name.name}")
         return plain, log, services.store.secrets(run)
 

@@ -7,19 +7,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
+from holdfast.api import audit, schemas
 from holdfast.api.access import AS_READER, Operator
-from holdfast.api.audit import WRITER, audited
 from holdfast.api.routes.filters import NO_NUL, SortAs, Where
 from holdfast.api.routes.runs import After, Limit, run_line
 from holdfast.api.routes.tables import TABLE_ANSWERS, TableFormat, run_facts, table_of
-from holdfast.api.schemas import (
-    Acknowledged,
-    AskAcknowledge,
-    AttentionItem,
-    NodeDetail,
-    Page,
-    WaitingRun,
-)
 from holdfast.api.services import services_of
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.records.annotations import require_note
@@ -40,7 +32,7 @@ def compare(request: Request, a: Side, b: Side) -> reports.Comparison:
 
 
 @router.get("/attention")
-def list_attention(request: Request) -> list[AttentionItem]:
+def list_attention(request: Request) -> list[schemas.AttentionItem]:
     """List the live runs and the roots that need a person, the most severe first.
 
     It has runs without a supervisor, without heartbeats, that hang, fail again and again at one
@@ -51,7 +43,9 @@ def list_attention(request: Request) -> list[AttentionItem]:
 
 
 @router.post("/attention/acknowledge")
-def acknowledge(request: Request, body: AskAcknowledge, caller: Operator) -> AttentionItem:
+def acknowledge(
+    request: Request, body: schemas.AskAcknowledge, caller: Operator
+) -> schemas.AttentionItem:
     """Acknowledge a problem of the list. Its run's journal records who did, and the note.
 
     The first acknowledgement counts. A problem of a root is recorded by this server.
@@ -64,13 +58,13 @@ def acknowledge(request: Request, body: AskAcknowledge, caller: Operator) -> Att
     if item.uid is not None:
         paths = services.store.folder_of(item.uid)
         with (
-            audited(paths, "acknowledge", caller, alert=item.id),
-            JournalWriter(paths.journal_of(WRITER)) as journal,
+            audit.audited(paths, "acknowledge", caller, alert=item.id),
+            JournalWriter(paths.journal_of(audit.WRITER)) as journal,
         ):
             kind, note = EventKind.ALERT_ACKNOWLEDGED, body.note
             journal.append(kind, alert=item.id, by=caller.name, note=note)
         services.watch.touch(paths)
-    done = Acknowledged(by=caller.name, at=iso_time(time.time()), note=body.note)
+    done = schemas.Acknowledged(by=caller.name, at=iso_time(time.time()), note=body.note)
     return services.attention.acknowledge(item, done)
 
 
@@ -98,7 +92,7 @@ def download_runs(
 @router.get("/nodes")
 def list_nodes(
     request: Request, after: After = None, limit: Limit = PAGE_DEFAULT
-) -> Page[reports.NodeRow]:
+) -> schemas.Page[reports.NodeRow]:
     """List the machines that attempts ran on, sorted by name, with their faults by cause."""
     return services_of(request).store.list_nodes(after, limit)
 
@@ -106,10 +100,10 @@ def list_nodes(
 @router.get("/nodes/{host}")
 def show_node(
     request: Request, host: Annotated[str, Path(max_length=255, pattern=NO_NUL)]
-) -> NodeDetail:
+) -> schemas.NodeDetail:
     """Return the newest failures of attempts that are attributed to a machine."""
     faults = services_of(request).store.node_faults(host)
-    return NodeDetail(host=host, faults=faults)
+    return schemas.NodeDetail(host=host, faults=faults)
 
 
 @router.get("/storage")
@@ -120,7 +114,7 @@ def list_storage(
     order: SortAs = None,
     after: After = None,
     limit: Limit = PAGE_DEFAULT,
-) -> Page[views.StorageRow]:
+) -> schemas.Page[views.StorageRow]:
     """List the storage of each run's checkpoints, and what the next prune would delete."""
     return services_of(request).store.list_storage(where, sort, after, limit, order)
 
@@ -152,6 +146,6 @@ def list_goodput_groups(
 
 
 @router.get("/queue")
-def list_queue(request: Request) -> list[WaitingRun]:
+def list_queue(request: Request) -> list[schemas.WaitingRun]:
     """List the runs that wait for GPUs, longest first, with the reason and the forecast."""
     return services_of(request).attention.queue()

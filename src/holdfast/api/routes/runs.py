@@ -8,51 +8,28 @@ from typing import Annotated, Any, Final, cast
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import StringConstraints
 
-from holdfast.api.access import AS_READER
-from holdfast.api.findings import PROTECTION
+from holdfast.api import access, findings, schemas, vitals
 from holdfast.api.logs.parts import PART_BYTES_MAX, Stream, list_logs, read_log
 from holdfast.api.routes.filters import NO_NUL, SortAs, Where, refuse_reversed
-from holdfast.api.schemas import (
-    Capacity,
-    Heartbeats,
-    LogFile,
-    LogPart,
-    Page,
-    Prune,
-    RunDetail,
-    RunLine,
-    RunPage,
-    UnreadableRun,
-)
 from holdfast.api.services import services_of
 from holdfast.api.steering import read_supervision, refusals, requests_in
 from holdfast.api.store import STEERING
-from holdfast.api.vitals import read_nodes
 from holdfast.api.watch import LivePace, Watch, declared_steps
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.disk.rank_logs import choose_attempt
 from holdfast.contracts.errors import QueryError
 from holdfast.contracts.plain_text import plain_line
+from holdfast.contracts.records import protection, saving, trackers
 from holdfast.contracts.records.alerts import KINDS, crashes, failed_saves, noticed
-from holdfast.contracts.records.protection import unprotected_in
-from holdfast.contracts.records.saving import saves_by_holdfast, trained_in_view
 from holdfast.contracts.records.topology import SavedTopology
-from holdfast.contracts.records.trackers import trackers_in
 from holdfast.contracts.spec.recorded import section
 from holdfast.contracts.spec.steps_total import steps_total
 from holdfast.contracts.states import RunState
 from holdfast.lineage.database.states import CheckpointState
-from holdfast.lineage.queries import reports, views
-from holdfast.lineage.queries.cursors import PAGE_DEFAULT, PAGE_MAX
+from holdfast.lineage.queries import cursors, pages, reports, views
 from holdfast.lineage.queries.durability import CheckpointRow
 from holdfast.lineage.queries.find import spec_of
-from holdfast.lineage.queries.pages import (
-    CheckpointFilter,
-    EventFilter,
-    RunFilter,
-    RunSort,
-)
 from holdfast.workers.checkpoints import deletion
 from holdfast.workers.decisions.sizes import allowed_sizes
 from holdfast.workers.nodes.heartbeats import live_step
@@ -63,7 +40,7 @@ RunId = Annotated[str, Path(max_length=120, description="The run's uid, folder n
 After = Annotated[
     str | None, Query(max_length=4096, description="The value of `next` from the previous page")
 ]
-Limit = Annotated[int, Query(ge=1, le=PAGE_MAX, description="The largest number of items")]
+Limit = Annotated[int, Query(ge=1, le=cursors.PAGE_MAX, description="The largest number of items")]
 # Which part of a log a request wants.
 FirstByte = Annotated[
     int | None,
@@ -84,32 +61,32 @@ MetricName = Annotated[str, StringConstraints(max_length=100, pattern=NO_NUL)]
 
 SIZES_SHOWN_MAX = 64
 # The groups of events that the page of one run describes.
-SHOWN_EVENTS: Final = (KINDS, STEERING, PROTECTION, (EventKind.TRACKED,))
+SHOWN_EVENTS: Final = (KINDS, STEERING, findings.PROTECTION, (EventKind.TRACKED,))
 
-router = APIRouter(prefix="/runs", tags=["runs"], dependencies=[AS_READER])
+router = APIRouter(prefix="/runs", tags=["runs"], dependencies=[access.AS_READER])
 
 
 @router.get("")
 def list_runs(
     request: Request,
     where: Where,
-    sort: RunSort = "created",
+    sort: pages.RunSort = "created",
     order: SortAs = None,
     after: After = None,
-    limit: Limit = PAGE_DEFAULT,
-) -> RunPage:
+    limit: Limit = cursors.PAGE_DEFAULT,
+) -> schemas.RunPage:
     """List runs, newest first by default."""
     services = services_of(request)
     page = services.store.list_runs(where, sort, after, limit, order)
     lines = [run_line(row, services.watch.pace(row["uid"])) for row in page.items]
     # Nothing but the names of unreadable runs is known, so no other filter can match them.
-    is_first = after is None and where == RunFilter(search=where.search)
+    is_first = after is None and where == pages.RunFilter(search=where.search)
     broken = _unreadable(services.watch, where.search) if is_first else []
-    return RunPage(items=lines, next=page.next, unreadable=broken)
+    return schemas.RunPage(items=lines, next=page.next, unreadable=broken)
 
 
 @router.get("/{run}")
-def show_run(request: Request, run: RunId) -> RunDetail:
+def show_run(request: Request, run: RunId) -> schemas.RunDetail:
     """Return one run, with its attempts, their causes and its goodput."""
     services = services_of(request)
     shown, events, newest = services.store.read_run(run, SHOWN_EVENTS)
@@ -131,15 +108,15 @@ def show_run(request: Request, run: RunId) -> RunDetail:
             read_supervision(paths, steering, shown["created_at"], seen_at) if is_live else None
         ),
         "requests": requests_in(steering, shown),
-        "unprotected": unprotected_in(launches) if is_running else [],
-        "saves_by_holdfast": saves_by_holdfast(trained_in_view(shown)),
+        "unprotected": protection.unprotected_in(launches) if is_running else [],
+        "saves_by_holdfast": saving.saves_by_holdfast(saving.trained_in_view(shown)),
         "successor": waiting_facts(paths) if is_live else None,
         **_gpu_range(shown["spec"], newest),
         "refusals": refusals(shown, is_on_disk=paths.spec.is_file()),
         "crashes": crashes(alerts),
-        "trackers": trackers_in(tracked),
+        "trackers": trackers.trackers_in(tracked),
     }
-    return cast(RunDetail, detail)
+    return cast(schemas.RunDetail, detail)
 
 
 @router.get("/{run}/attempts")
@@ -158,11 +135,11 @@ def list_checkpoints(
     step_to: Step = None,
     newest_first: bool = False,
     after: After = None,
-    limit: Limit = PAGE_DEFAULT,
-) -> Page[CheckpointRow]:
+    limit: Limit = cursors.PAGE_DEFAULT,
+) -> schemas.Page[CheckpointRow]:
     """List a run's checkpoints, oldest first, each with the reason it is kept or was deleted."""
     refuse_reversed("step", step_from, step_to)
-    where = CheckpointFilter(
+    where = pages.CheckpointFilter(
         states=tuple(state or ()), pinned=pinned, step_from=step_from, step_to=step_to
     )
     return services_of(request).store.list_checkpoints(
@@ -180,11 +157,11 @@ def list_events(
     attempt: Number = None,
     newest_first: bool = True,
     after: After = None,
-    limit: Limit = PAGE_DEFAULT,
-) -> Page[views.EventView]:
+    limit: Limit = cursors.PAGE_DEFAULT,
+) -> schemas.Page[views.EventView]:
     """List a run's journal lines, newest first by default; `attempt` selects those of one."""
     store = services_of(request).store
-    where = EventFilter(kinds=tuple(kind or ()), attempt=attempt)
+    where = pages.EventFilter(kinds=tuple(kind or ()), attempt=attempt)
     return store.list_events(run, where, newest_first=newest_first, after=after, limit=limit)
 
 
@@ -244,31 +221,31 @@ def show_timeline(request: Request, run: RunId) -> list[reports.Segment]:
 
 
 @router.get("/{run}/heartbeats")
-def show_heartbeats(request: Request, run: RunId, attempt: Number = None) -> Heartbeats:
+def show_heartbeats(request: Request, run: RunId, attempt: Number = None) -> schemas.Heartbeats:
     """Return the nodes and ranks of an attempt, by default the newest, from its heartbeats."""
-    return read_nodes(services_of(request).store.folder_of(run), attempt)
+    return vitals.read_nodes(services_of(request).store.folder_of(run), attempt)
 
 
 @router.get("/{run}/storage")
-def show_storage(request: Request, run: RunId) -> Prune:
+def show_storage(request: Request, run: RunId) -> schemas.Prune:
     """Return which checkpoints the next prune would keep and delete, with the reasons."""
     paths = services_of(request).store.folder_of(run)
-    return Prune.model_validate(deletion.prune(paths, by="", dry_run=True))
+    return schemas.Prune.model_validate(deletion.prune(paths, by="", dry_run=True))
 
 
 @router.get("/{run}/capacity")
-def show_capacity(request: Request, run: RunId) -> Capacity:
+def show_capacity(request: Request, run: RunId) -> schemas.Capacity:
     """Return the GPUs that are free now for the run, as its scheduler answers."""
     services = services_of(request)
     spec = spec_of(services.store.read_spec(services.store.find_run(run).uid))
     if spec is None:
         problem = "this version of Holdfast cannot read the run's spec"
-        return Capacity(gpus_free=None, where="", problem=problem)
+        return schemas.Capacity(gpus_free=None, where="", problem=problem)
     return services.free_gpus.ask(spec.resources)
 
 
 @router.get("/{run}/logs")
-def list_run_logs(request: Request, run: RunId, attempt: Number = None) -> list[LogFile]:
+def list_run_logs(request: Request, run: RunId, attempt: Number = None) -> list[schemas.LogFile]:
     """List the ranks' log files of an attempt, by default the newest."""
     return list_logs(choose_attempt(services_of(request).store.folder_of(run), attempt))
 
@@ -286,7 +263,7 @@ def show_log(
     offset: FirstByte = None,
     before: EndByte = None,
     limit: PartBytes = PART_BYTES,
-) -> LogPart:
+) -> schemas.LogPart:
     """Return a part of a rank's log. To follow the log, repeat with `offset` = `next_offset`."""
     store = services_of(request).store
     paths = store.folder_of(run)
@@ -303,22 +280,22 @@ def show_log(
     )
 
 
-def _unreadable(watch: Watch, search: str | None) -> list[UnreadableRun]:
+def _unreadable(watch: Watch, search: str | None) -> list[schemas.UnreadableRun]:
     """Return the runs that cannot be read, sorted by name: at most `PAGE_MAX`."""
     wanted = (search or "").lower()
     found = sorted(watch.unreadable().items(), key=lambda one: (one[0].name, one[0]))
     return [
-        UnreadableRun(run=plain_line(path.name), path=plain_line(path), reason=reason)
+        schemas.UnreadableRun(run=plain_line(path.name), path=plain_line(path), reason=reason)
         for path, reason in found
         if wanted in path.name.lower()
-    ][:PAGE_MAX]
+    ][: cursors.PAGE_MAX]
 
 
-def run_line(row: views.RunRow, pace: LivePace | None) -> RunLine:
+def run_line(row: views.RunRow, pace: LivePace | None) -> schemas.RunLine:
     if pace is None:
-        return RunLine(**row, live_step=None, step_s=None)
+        return schemas.RunLine(**row, live_step=None, step_s=None)
     total = row["steps_total"] or pace.steps_total
-    line = RunLine(**row, live_step=pace.step, step_s=pace.step_s)
+    line = schemas.RunLine(**row, live_step=pace.step, step_s=pace.step_s)
     line["steps_total"] = total
     return line
 

@@ -9,14 +9,8 @@ import numpy as np
 from holdfast.api.series.models import GpuSeries, GpuTrack, SeriesNode, TimeRange
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.plain_text import plain_line
+from holdfast.workers.nodes import series_reading
 from holdfast.workers.nodes.series import GPU_FIELDS
-from holdfast.workers.nodes.series_reading import (
-    RecordedSeries,
-    largest_by_bucket,
-    list_series,
-    mean_by_bucket,
-    read_series,
-)
 
 GIB: Final = 2.0**30
 DIGITS: Final = 2
@@ -24,10 +18,12 @@ DIGITS: Final = 2
 
 def read_gpus(run: str, attempt: AttemptPaths, node: int | None, within: TimeRange) -> GpuSeries:
     """Return the GPUs of `node`, or of the first node that has any."""
-    listed = list_series(attempt, "gpus")
+    listed = series_reading.list_series(attempt, "gpus")
     nodes = sorted({number for number, _ in listed})
     chosen = node if node is not None else next(iter(nodes), None)
-    found, problems = read_series([path for number, path in listed if number == chosen], "gpus")
+    found, problems = series_reading.read_series(
+        [path for number, path in listed if number == chosen], "gpus"
+    )
     # Another machine may have become this node. The newest file counts.
     series = [one for one in found if len(one.start)][-1:]
     edges = within.edges(series)
@@ -45,9 +41,12 @@ def read_gpus(run: str, attempt: AttemptPaths, node: int | None, within: TimeRan
     )
 
 
-def _tracks(series: RecordedSeries, edges: Any) -> list[GpuTrack]:
+def _tracks(series: series_reading.RecordedSeries, edges: Any) -> list[GpuTrack]:
     # A short fault or a peak must not vanish in a mean.
-    mean, largest = mean_by_bucket(series, edges), largest_by_bucket(series, edges)
+    mean, largest = (
+        series_reading.mean_by_bucket(series, edges),
+        series_reading.largest_by_bucket(series, edges),
+    )
     field = {name: at for at, name in enumerate(GPU_FIELDS)}
     tracks = []
     for at in range(series.header.count):

@@ -10,14 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.api.series.models import (
-    HeatHost,
-    HeatLaunch,
-    HeatMap,
-    HeatValue,
-    RankMeans,
-    TimeRange,
-)
+from holdfast.api.series import models
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.plain_text import plain_line
 from holdfast.workers.nodes import series_reading
@@ -46,7 +39,7 @@ class _Ranks:
 
     first: int
     values: Grid
-    hosts: dict[int, HeatHost] = field(default_factory=dict)
+    hosts: dict[int, models.HeatHost] = field(default_factory=dict)
     launches: dict[int, float] = field(default_factory=dict)
     total: int = 0
 
@@ -62,7 +55,7 @@ class _Ranks:
             if low >= high:
                 continue
             host = plain_line(header.host)
-            self.hosts[first] = HeatHost(
+            self.hosts[first] = models.HeatHost(
                 node=header.node, host=host, first_rank=first, ranks=header.count
             )
             found = series_reading.mean_by_bucket(rows, edges)[:, low - first : high - first]
@@ -73,7 +66,7 @@ class _Ranks:
     def end(self) -> int:
         return self.first + len(self.values)
 
-    def host_of(self, rank: int) -> HeatHost:
+    def host_of(self, rank: int) -> models.HeatHost:
         below = [one for one in self.hosts.values() if one.first_rank <= rank]
         return max(below, key=lambda one: one.first_rank)
 
@@ -81,10 +74,10 @@ class _Ranks:
 def read_heat_map(
     run: str,
     attempt: AttemptPaths,
-    value: HeatValue,
-    within: TimeRange,
+    value: models.HeatValue,
+    within: models.TimeRange,
     ranks: range,
-) -> HeatMap:
+) -> models.HeatMap:
     """Return the heat map of these ranks, at most `RANKS_MAX`."""
     paths = [path for _, path in series_reading.list_series(attempt, "ranks")]
     series, problems = series_reading.read_series(paths, "ranks")
@@ -98,7 +91,7 @@ def read_heat_map(
         found.take(one, edges)
     shown = _of_value(grid, value)
     lowest, ratio, rows = encode(shown)
-    return HeatMap(
+    return models.HeatMap(
         run=run,
         attempt=attempt.number,
         value=value,
@@ -112,19 +105,25 @@ def read_heat_map(
         ratio=ratio,
         rows=rows,
         hosts=sorted(found.hosts.values(), key=lambda one: one.first_rank),
-        launches=[HeatLaunch(launch=n, start_s=at) for n, at in sorted(found.launches.items())],
+        launches=[
+            models.HeatLaunch(launch=n, start_s=at) for n, at in sorted(found.launches.items())
+        ],
         worst=_worst(found),
         problems=problems,
     )
 
 
-def _of_value(grid: Grid, value: HeatValue) -> Grid:
+def _of_value(grid: Grid, value: models.HeatValue) -> Grid:
     """Return one value by rank and bucket."""
     step, data, others = grid[..., 0], grid[..., 1], grid[..., 2]
     own: Grid = np.maximum(step - others, np.float32(0))
-    if value is HeatValue.OWN:
+    if value is models.HeatValue.OWN:
         return own
-    return {HeatValue.STEP: step, HeatValue.DATA: data, HeatValue.OTHERS: others}[value]
+    return {
+        models.HeatValue.STEP: step,
+        models.HeatValue.DATA: data,
+        models.HeatValue.OTHERS: others,
+    }[value]
 
 
 def encode(values: Grid) -> tuple[float, float, list[str]]:
@@ -149,13 +148,13 @@ def _texts(levels: Any) -> list[str]:
     return [row.tobytes().decode() for row in codes]
 
 
-def _worst(found: _Ranks) -> list[RankMeans]:
+def _worst(found: _Ranks) -> list[models.RankMeans]:
     """Return the ranks that were slow most of the time, then those with the most own time.
 
     A rank is slow in a bucket if its own time is well above the median of all, as for the notice
     of a straggler.
     """
-    step, own = found.values[..., 0], _of_value(found.values, HeatValue.OWN)
+    step, own = found.values[..., 0], _of_value(found.values, models.HeatValue.OWN)
     has_row = ~np.isnan(step)
     counts = has_row.sum(axis=1)
     if not counts.any():
@@ -191,12 +190,12 @@ def _means(
     own_s: float,
     peers_s: float,
     slow: tuple[int, float],
-) -> RankMeans:
+) -> models.RankMeans:
     """Return the answer about one rank; `slow` is the number and the share of slow buckets."""
     rank = found.first + at
     host = found.host_of(rank)
     step_s, data_s, others_s = (float(each) for each in means)
-    return RankMeans(
+    return models.RankMeans(
         rank=rank,
         node=host.node,
         host=host.host,

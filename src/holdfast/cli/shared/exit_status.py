@@ -9,25 +9,7 @@ import signal
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.contracts.errors import (
-    CheckpointError,
-    HoldfastError,
-    LineageError,
-    MirrorError,
-    NotFoundError,
-    OrdersChangedError,
-    OutputExistsError,
-    PreflightError,
-    RequestConflictError,
-    RunConflictError,
-    RunFailedError,
-    RunStateError,
-    SchedulerError,
-    SchedulerUnavailableError,
-    SecretError,
-    ServiceError,
-    UnreadableRunError,
-)
+from holdfast.contracts import errors
 
 
 @dataclass(frozen=True)
@@ -54,18 +36,18 @@ STATUSES: Final = (
         NOT_FOUND,
         "there is no such run, attempt, checkpoint, file or folder. A path that a command reads "
         "does not exist, such as a spec, a source of weights or `--root`",
-        (NotFoundError,),
+        (errors.NotFoundError,),
     ),
     Status(
         UNAVAILABLE,
         "something that the command needs cannot be used: the database, Prefect, the scheduler, a "
         "disk, a secret",
         (
-            LineageError,
-            MirrorError,
-            SchedulerUnavailableError,
-            SecretError,
-            ServiceError,
+            errors.LineageError,
+            errors.MirrorError,
+            errors.SchedulerUnavailableError,
+            errors.SecretError,
+            errors.ServiceError,
             OSError,
         ),
     ),
@@ -76,13 +58,13 @@ STATUSES: Final = (
         "folder to write exists already; another request is pending; a preflight check failed; "
         "the scheduler refused the job; or you answered a question with no, Ctrl-C or Ctrl-D",
         (
-            OrdersChangedError,
-            OutputExistsError,
-            PreflightError,
-            RequestConflictError,
-            RunConflictError,
-            RunStateError,
-            SchedulerError,
+            errors.OrdersChangedError,
+            errors.OutputExistsError,
+            errors.PreflightError,
+            errors.RequestConflictError,
+            errors.RunConflictError,
+            errors.RunStateError,
+            errors.SchedulerError,
         ),
     ),
     Status(
@@ -91,12 +73,12 @@ STATUSES: Final = (
         "a damaged checkpoint (`verify`, `fork`, `export`), a failed check (`doctor`), a broken "
         "invariant (`drill`), a run that cannot be read (`show`, `reindex`), another revision of "
         "the schema (`db current`), or a run that has not ended in time (`wait --timeout`)",
-        (CheckpointError, RunFailedError, UnreadableRunError),
+        (errors.CheckpointError, errors.RunFailedError, errors.UnreadableRunError),
     ),
     Status(
         MISUSE,
         "the arguments are wrong: an unknown option, an invalid spec or value",
-        (HoldfastError,),
+        (errors.HoldfastError,),
     ),
     Status(
         INTERRUPTED,

@@ -6,8 +6,7 @@ import sys
 import time
 from typing import Any, Final
 
-from holdfast.cli.shared.index import look_at
-from holdfast.cli.shared.output import warn
+from holdfast.cli.shared import index, output
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.records.history import RunHistory
@@ -32,11 +31,11 @@ def follow_run(paths: RunPaths, started: Started, *, show: bool) -> dict[str, An
     watch = _FlowWatch(paths, started)
     with _Display(show) as display:
         while time.monotonic() < ends_at:
-            history = look_at(paths)
+            history = index.look_at(paths)
             display.update(history)
             if not history.state.is_live:
                 _wait_for_last_turn(paths)
-                return _summary(look_at(paths))
+                return _summary(index.look_at(paths))
             watch.check()
             time.sleep(POLL_S)
     raise ServiceError(
@@ -143,5 +142,5 @@ class _Display:
         if self._status is not None:
             self._status.update(progress.text)
         elif progress.key != self._last:
-            warn(progress.text)
+            output.warn(progress.text)
         self._last = progress.key

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cli.shared.output import warn
+from holdfast.contracts import errors
+from holdfast.contracts.disk import reading, visits
 from holdfast.contracts.disk.bounds import MADE_UID, UID
 from holdfast.contracts.disk.paths import (
     CheckpointName,
@@ -27,14 +29,6 @@ from holdfast.contracts.disk.paths import (
     list_runs,
     plain_checkpoint,
     precedence,
-)
-from holdfast.contracts.disk.reading import read_bounded
-from holdfast.contracts.disk.visits import visit
-from holdfast.contracts.errors import (
-    HoldfastError,
-    LineageError,
-    NotFoundError,
-    SpecError,
 )
 from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.records.checkpoint_choice import choose_checkpoint, is_checkpoint
@@ -64,7 +58,7 @@ def existing_root(root: str | None) -> Path:
     if root is not None and not home.is_dir():
         near = difflib.get_close_matches(home.name, _folders_in(home.parent), n=1, cutoff=0.5)
         hint = f"; did you mean {home.parent / near[0]}?" if near else ""
-        raise NotFoundError(
+        raise errors.NotFoundError(
             f"--root {home}: no such directory, expected the folder that contains the runs{hint}"
         )
     return home
@@ -102,7 +96,7 @@ def locate_run(name: str, root: str | None, database: Database | None = None) ->
         return found
     try:
         return find_run(home, name)
-    except NotFoundError:
+    except errors.NotFoundError:
         is_uid = UID.fullmatch(name) and not MADE_UID.fullmatch(name)
         if is_uid and (found := _search_uid(home, name)):
             return found
@@ -118,14 +112,14 @@ def _find_elsewhere(name: str, database: Database | None) -> RunPaths | None:
     """
     from holdfast.lineage.queries import pages
 
-    with contextlib.suppress(LineageError), contextlib.ExitStack() as stack:
+    with contextlib.suppress(errors.LineageError), contextlib.ExitStack() as stack:
         index = database or stack.enter_context(open_index())
         similar = pages.list_runs(index, pages.RunFilter(search=name), limit=None).items
         same = [row for row in similar if name in {row["run"], row["name"], row["uid"]}]
         found = [RunPaths(Path(row["path"])) for row in same if has_spec(Path(row["path"]))]
         if len(found) > 1:
             listed = ", ".join(str(paths.directory) for paths in found)
-            raise SpecError(
+            raise errors.SpecError(
                 f"{name!r} names several runs: {listed}; give the folder of one, or --root"
             )
         return found[0] if found else None
@@ -137,7 +131,7 @@ def _find_uid(home: Path, uid: str, database: Database | None) -> RunPaths | Non
     from holdfast.lineage.queries import run_queries
 
     # The run may have moved since, or another one may have its folder.
-    with contextlib.suppress(HoldfastError, OSError), contextlib.ExitStack() as stack:
+    with contextlib.suppress(errors.HoldfastError, OSError), contextlib.ExitStack() as stack:
         index = database or stack.enter_context(open_index())
         paths = run_queries.find_run(index, uid, home).paths
         if paths.directory.parent == home.resolve() and _has_uid(paths, uid):
@@ -148,14 +142,16 @@ def _find_uid(home: Path, uid: str, database: Database | None) -> RunPaths | Non
 def _search_uid(home: Path, uid: str) -> RunPaths | None:
     """Return the run under `home` with the uid. Only specs that contain the uid are parsed."""
     # Ignore folders that cannot be read: another one may have the uid.
-    seen = visit(list_runs(home), lambda paths: precedence(paths) if _has_uid(paths, uid) else None)
+    seen = visits.visit(
+        list_runs(home), lambda paths: precedence(paths) if _has_uid(paths, uid) else None
+    )
     found = [(one.result, one.paths) for one in seen if one.result is not None]
     return min(found, key=itemgetter(0))[1] if found else None
 
 
 def _has_uid(paths: RunPaths, uid: str) -> bool:
     """Return True if the run has the uid. Raises `OSError` or `HoldfastError` for its spec."""
-    if uid.encode() not in read_bounded(paths.spec, below=paths.directory):
+    if uid.encode() not in reading.read_bounded(paths.spec, below=paths.directory):
         return False
     record = read_document(RunRecord, paths.spec)
     return record is not None and record.uid == uid
@@ -170,10 +166,10 @@ def locate_known(name: str, root: str | None, database: Database) -> RunPaths:
 
     try:
         return locate_run(name, root, database)
-    except NotFoundError:
+    except errors.NotFoundError:
         if root is not None:
             raise
-        with contextlib.suppress(NotFoundError):
+        with contextlib.suppress(errors.NotFoundError):
             return run_queries.find_run(database, name).paths
         raise
 
@@ -194,7 +190,7 @@ def locate_checkpoint(text: str, root: str | None) -> tuple[RunPaths, str]:
     paths = RunPaths(path.parent.parent)
     if CheckpointName.parse(path.name) and has_spec(paths.directory):
         return paths, path.name
-    raise NotFoundError(
+    raise errors.NotFoundError(
         f"{text!r}: not a checkpoint. Expected an id <run>:<step-…>, as `holdfast checkpoints "
         "RUN` lists them, <run>:latest, <run>:best, <run>:step-20, or the path of its directory."
     )
@@ -217,7 +213,7 @@ def forget(uid: str) -> None:
     try:
         with Index() as index:
             forget_run(index.open(), uid)
-    except LineageError as error:
+    except errors.LineageError as error:
         warn(f"holdfast: the index still lists the run; later, run `holdfast reindex`: {error}")
 
 
@@ -262,7 +258,7 @@ def refresh_all(folders: Iterable[RunPaths], database: Database) -> dict[RunPath
 
 def _each(folders: Iterable[RunPaths], work: Callable[[RunPaths], object]) -> dict[RunPaths, str]:
     unreadable = {}
-    for one in visit(folders, work, raises=(LineageError,)):
+    for one in visits.visit(folders, work, raises=(errors.LineageError,)):
         if one.error is not None:
             unreadable[one.paths] = one.reason
             warn(f"holdfast: {one.paths.name}: skipped: {one.reason}")
@@ -288,7 +284,7 @@ def read_index(work: Callable[[Database], T]) -> T:
     try:
         with open_index() as database:
             return work(database)
-    except LineageError as error:
+    except errors.LineageError as error:
         if os.environ.get(URL_VARIABLE):
             raise
         warn(f"holdfast: {error}")

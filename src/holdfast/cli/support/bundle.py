@@ -21,10 +21,10 @@ from typing import Any, BinaryIO, Final
 from urllib.parse import quote, quote_plus
 
 from holdfast.contracts import errors, redaction
+from holdfast.contracts.disk import reading
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import AttemptPaths, ConsumerPaths, RunPaths
 from holdfast.contracts.disk.rank_logs import rank_logs
-from holdfast.contracts.disk.reading import open_regular, read_bounded
 from holdfast.contracts.records.attempt import RunRecord, Submission, read_document
 from holdfast.contracts.records.history import load_events
 from holdfast.contracts.spec.secrets import hide, known_secrets, longest_first, unknown_secrets
@@ -193,7 +193,7 @@ class Archive:
     ) -> tuple[bytes, int] | None:
         """Return the last bytes of a file, and how many are before them; None if it is left out."""
         try:
-            with open(open_regular(path, below=below, follow=is_masked), "rb") as stream:
+            with open(reading.open_regular(path, below=below, follow=is_masked), "rb") as stream:
                 size = os.fstat(stream.fileno()).st_size
                 start, length = max(0, size - bytes_max), min(size, bytes_max)
                 if is_masked:
@@ -341,7 +341,7 @@ def _documents(
             for path in _listed(one.directory, pattern):
                 name = path.relative_to(paths.directory).as_posix()
                 try:
-                    content = read_bounded(path, DOCUMENT_BYTES_MAX, below=paths.directory)
+                    content = reading.read_bounded(path, DOCUMENT_BYTES_MAX, below=paths.directory)
                     found[name] = json.loads(content)
                 except FileNotFoundError:
                     continue

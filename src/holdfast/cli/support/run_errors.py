@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.api.errors import models
 from holdfast.api.errors.show import read_errors
-from holdfast.cli.shared.index import read_index, secrets_in
-from holdfast.cli.shared.output import print_table, say, time_text
+from holdfast.cli.shared import index, output
 from holdfast.cli.views import refreshed_directory
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import reading_run
@@ -40,31 +39,33 @@ def errors_of(run: str, attempt: int | None, root: str | None) -> models.RunErro
             paths = RunPaths(Path(directory))
             view = run_queries.show_run(database, directory)
             events_of = partial(pages.newest_events, database, directory)
-            return read_errors(paths, view, events_of, saved, secrets_in(paths), attempt=attempt)
+            return read_errors(
+                paths, view, events_of, saved, index.secrets_in(paths), attempt=attempt
+            )
 
-    return read_index(read)
+    return index.read_index(read)
 
 
 def print_errors(found: models.RunErrors) -> None:
     """Print the errors of an attempt in order, its stacks, and what differs."""
     if found.attempt is None:
-        say(f"run {found.run}: no attempt has errors")
+        output.say(f"run {found.run}: no attempt has errors")
         return
     one = next((one for one in found.attempts if one.number == found.attempt), None)
     cause = f", cause {one.cause}" if one and one.cause else ""
     state = f"{one.state}{cause}" if one else "no launch of it crashed or hung"
-    say(f"run {found.run}, attempt {found.attempt}: {state}")
+    output.say(f"run {found.run}, attempt {found.attempt}: {state}")
     if others := [each.number for each in found.attempts if each is not one]:
         numbers = span_text(others)
-        say(f"with errors too: attempt {numbers}; `--attempt N` shows another one")
+        output.say(f"with errors too: attempt {numbers}; `--attempt N` shows another one")
     for entry in found.entries:
         _print_entry(entry)
     if found.left_out:
-        say(f"{counted(found.left_out, 'more error')}: see --json or the web UI")
+        output.say(f"{counted(found.left_out, 'more error')}: see --json or the web UI")
     if found.unread:
-        say(f"{counted(found.unread, 'file')} could not be read in time")
+        output.say(f"{counted(found.unread, 'file')} could not be read in time")
     if found.order_note:
-        say(found.order_note)
+        output.say(found.order_note)
     for dump in found.stacks:
         _print_dump(dump)
     if found.difference is not None:
@@ -73,42 +74,42 @@ def print_errors(found: models.RunErrors) -> None:
 
 def _print_entry(entry: models.ErrorEntry) -> None:
     """Print an error, with its traceback unless it only reports another one."""
-    at = time_text(entry.at) if entry.at else "-"
+    at = output.time_text(entry.at) if entry.at else "-"
     where = f"launch {entry.launch}" if entry.launch is not None else "no launch"
     mark = "first cause: " if entry.is_first else ""
-    say(f"{at}  {where}  {mark}{entry.text}")
+    output.say(f"{at}  {where}  {mark}{entry.text}")
     if entry.file:
-        say(f"    {entry.file}")
+        output.say(f"    {entry.file}")
     if entry.traceback and not entry.is_secondary:
         for line in entry.traceback.rstrip().splitlines():
-            say(f"    {line}")
+            output.say(f"    {line}")
 
 
 def _print_dump(dump: models.StackDump) -> None:
-    say(f"hang {dump.number}, {dump.state}: {dump.finding}")
+    output.say(f"hang {dump.number}, {dump.state}: {dump.finding}")
     if dump.flight_finding and dump.flight_finding not in dump.finding:
-        say(f"    by the flight records, {dump.flight_finding}")
+        output.say(f"    by the flight records, {dump.flight_finding}")
     for group in dump.groups:
         who = f"rank {group.ranks}" if group.ranks_count == 1 else f"ranks {group.ranks}"
         does = "wait" if group.waits else "do not wait"
         said = group.problem or ", in ".join(group.frames[:FRAMES_SHOWN])
-        say(f"    {who} ({does}{', unlike most' if group.is_odd else ''}): {said}")
+        output.say(f"    {who} ({does}{', unlike most' if group.is_odd else ''}): {said}")
 
 
 def _print_difference(found: models.LaunchDifference) -> None:
     if found.worked is None:
-        say(f"{_name(found.failed)}: {found.reached}; no earlier launch finished a new step")
+        output.say(f"{_name(found.failed)}: {found.reached}; no earlier launch finished a new step")
         return
     rows = [(one.name, one.before, one.now) for one in found.facts]
     differs = "" if rows else "; nothing that is recorded differs from it"
-    say(
+    output.say(
         f"{_name(found.failed)}: {found.reached}; the last that worked is {_name(found.worked)}"
         + differs
     )
     if rows:
-        print_table(("differs", _name(found.worked), _name(found.failed)), rows)
+        output.print_table(("differs", _name(found.worked), _name(found.failed)), rows)
     if found.left_out:
-        say(f"{counted(found.left_out, 'more fact')} differ")
+        output.say(f"{counted(found.left_out, 'more fact')} differ")
 
 
 def _name(launch: models.LaunchName) -> str:
