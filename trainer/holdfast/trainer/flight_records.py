@@ -21,18 +21,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from holdfast.contracts.disk.durable import write_bytes
-from holdfast.contracts.disk.reading import open_regular
+from holdfast.contracts.disk import durable, reading
 from holdfast.contracts.errors import ForeignFileError
-from holdfast.contracts.node.flight import (
-    FILE,
-    RECORD_BYTES_MAX,
-    CollectiveCall,
-    GroupFlight,
-    RankFlight,
-    Transfer,
-    span_text,
-)
+from holdfast.contracts.node import flight
 from holdfast.contracts.plain_text import plain_line
 from holdfast.trainer.format.plain_pickle import RefusedPickle, read_pickle
 
@@ -76,11 +67,11 @@ def main(arguments: list[str]) -> int:
     if given.json:
         print(text)
     else:
-        write_bytes(given.directory / FILE, text.encode())
+        durable.write_bytes(given.directory / flight.FILE, text.encode())
     return 0
 
 
-def read_records(directory: Path, prefix: str = PREFIX) -> list[RankFlight]:
+def read_records(directory: Path, prefix: str = PREFIX) -> list[flight.RankFlight]:
     """Return the summaries of the records in `directory`, by rank."""
     ranks = {}
     for path in directory.iterdir():
@@ -90,16 +81,18 @@ def read_records(directory: Path, prefix: str = PREFIX) -> list[RankFlight]:
     return [read_record(rank, path) for rank, path in sorted(ranks.items())[:RECORDS_MAX]]
 
 
-def read_record(rank: int, path: Path) -> RankFlight:
+def read_record(rank: int, path: Path) -> flight.RankFlight:
     """Return the summary of one record, with a `problem` if it is not one."""
     try:
         return summarise(rank, _read(path))
     except KeyError as error:
         problem = f"it has no {error}; expected a record of PyTorch 2.5 or newer"
-        return RankFlight(rank=rank, problem=problem[:SHOWN_CHARACTERS])
+        return flight.RankFlight(rank=rank, problem=problem[:SHOWN_CHARACTERS])
     except Exception as error:
         # A hostile record can raise any exception. Each means that it cannot be used.
-        return RankFlight(rank=rank, problem=f"{type(error).__name__}: {error}"[:SHOWN_CHARACTERS])
+        return flight.RankFlight(
+            rank=rank, problem=f"{type(error).__name__}: {error}"[:SHOWN_CHARACTERS]
+        )
 
 
 def _read(path: Path) -> Any:
@@ -124,11 +117,13 @@ def _read(path: Path) -> Any:
 
 def _chunks(path: Path) -> Iterator[bytes]:
     """Return the bytes of a record, which has at most `RECORD_BYTES_MAX` of them."""
-    with open(open_regular(path), "rb") as stream:
+    with open(reading.open_regular(path), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
-        if size > RECORD_BYTES_MAX:
-            raise ForeignFileError(path, f"{size} bytes, expected {RECORD_BYTES_MAX} or less")
-        left = RECORD_BYTES_MAX
+        if size > flight.RECORD_BYTES_MAX:
+            raise ForeignFileError(
+                path, f"{size} bytes, expected {flight.RECORD_BYTES_MAX} or less"
+            )
+        left = flight.RECORD_BYTES_MAX
         while left > 0 and (piece := stream.read(CHUNK_BYTES)):
             left -= len(piece)
             yield piece
@@ -138,7 +133,7 @@ def _refuse(module: str, name: str) -> Any:
     raise RefusedPickle(f"it names {module}.{name}, and a flight record names nothing")
 
 
-def summarise(rank: int, record: Any) -> RankFlight:
+def summarise(rank: int, record: Any) -> flight.RankFlight:
     """Return the summary of a record as PyTorch writes it. This function is pure.
 
     Raises `LookupError`, `TypeError` or `ValueError` for anything else.
@@ -218,10 +213,10 @@ def _ranks_in(text: str) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _members_text(members: tuple[int, ...]) -> str:
-    return span_text(sorted(members))
+    return flight.span_text(sorted(members))
 
 
-def _group(name: str, calls: Sequence[_Entry], members: tuple[int, ...]) -> GroupFlight:
+def _group(name: str, calls: Sequence[_Entry], members: tuple[int, ...]) -> flight.GroupFlight:
     """Return what the rank did in a group. A group's collectives finish in order.
 
     The parts of a coalesced call are recorded without a state that changes. So what precedes a
@@ -232,7 +227,7 @@ def _group(name: str, calls: Sequence[_Entry], members: tuple[int, ...]) -> Grou
     open_ = [call for call in calls if _sequence(call) > done and not _is_done(call)]
     first = min(open_, key=_sequence, default=None)
     state = _state_of_whole(first, calls) if first else None
-    return GroupFlight(
+    return flight.GroupFlight(
         name=name,
         about=_text(_group_of(newest)[1]),
         members=_members_text(members),
@@ -248,7 +243,9 @@ def _state_of_whole(part: _Entry, calls: Sequence[_Entry]) -> str | None:
     return next((_text(one["state"]) for one in wholes), None)
 
 
-def _transfers(name: str, calls: Sequence[_Entry], members: Sequence[int]) -> Iterator[Transfer]:
+def _transfers(
+    name: str, calls: Sequence[_Entry], members: Sequence[int]
+) -> Iterator[flight.Transfer]:
     """Return the first open transfer of each direction and peer."""
     done: dict[str, int] = {}
     for call in calls:
@@ -266,7 +263,7 @@ def _transfers(name: str, calls: Sequence[_Entry], members: Sequence[int]) -> It
         # The name has the ranks of the group.
         peer = members[peer] if peer < len(members) else peer
         described = _call(call, _state_of_whole(call, calls))
-        yield Transfer(group=name, sends=match[1] == "send", peer=peer, call=described)
+        yield flight.Transfer(group=name, sends=match[1] == "send", peer=peer, call=described)
 
 
 def _is_done(call: _Entry) -> bool:
@@ -301,9 +298,9 @@ def _name(call: _Entry) -> str:
     return name.partition(":")[2] or name
 
 
-def _call(entry: _Entry, state: str | None = None) -> CollectiveCall:
+def _call(entry: _Entry, state: str | None = None) -> flight.CollectiveCall:
     """Return the call, with another `state` than that of the entry if one is given."""
-    return CollectiveCall(
+    return flight.CollectiveCall(
         sequence=_number(entry),
         order=_order(entry),
         name=_name(entry),

@@ -25,8 +25,7 @@ from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from holdfast.contracts.disk.durable import to_json, write_bytes
-from holdfast.contracts.disk.filesystems import is_there
+from holdfast.contracts.disk import durable, filesystems
 from holdfast.contracts.node.handshake import listen, own_addresses, parse_ports, read_address
 from holdfast.trainer.process import devices
 
@@ -151,7 +150,7 @@ def _offer_store(rank: Rank) -> Store:
     )
     token = secrets.token_bytes(32).hex()
     document = {"addresses": own_addresses(), "port": port, "token": token}
-    write_bytes(rank.file, to_json(document), mode=0o600)
+    durable.write_bytes(rank.file, durable.to_json(document), mode=0o600)
     return PrefixStore(token, store)
 
 
@@ -159,7 +158,7 @@ def _join_store(rank: Rank) -> Store:
     """Return the store at the address in the file. Raises `TimeoutError` without an answer."""
     problem = f"{rank.file} does not exist"
     while time.monotonic() < rank.ends_at:
-        if not is_there(rank.file):
+        if not filesystems.is_there(rank.file):
             time.sleep(LOOK_S)
             continue
         addresses, port, token = read_address(rank.file)

@@ -30,6 +30,7 @@ from numpy.lib.stride_tricks import as_strided
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
+from holdfast.contracts.disk import durable, reading
 from holdfast.contracts.disk.digests import (
     FileChecksum,
     RunningDigest,
@@ -37,20 +38,16 @@ from holdfast.contracts.disk.digests import (
     new_checksum,
 )
 from holdfast.contracts.disk.direct import DirectFile
-from holdfast.contracts.disk.durable import fsync_directory, make_directory, to_json, write_bytes
 from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.disk.paths import IMPORTED, TRAIN_STATE, RunPaths
-from holdfast.contracts.disk.reading import read_again
 from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.plain_text import counted
 from holdfast.trainer.flusher.commit import commit_alone
-from holdfast.trainer.format.metadata import METADATA
-from holdfast.trainer.format.opcodes import dump_metadata
+from holdfast.trainer.format import metadata, opcodes
 from holdfast.trainer.loading.past_cache import huge_memory
 from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.layout import TensorTemplate, make_template
-from holdfast.trainer.sources import tensors
-from holdfast.trainer.sources.find import AUTO, FORMS, open_source
+from holdfast.trainer.sources import find, tensors
 from holdfast.trainer.staging.step_facts import versions
 from holdfast.trainer.state.imported import document_of
 
@@ -129,7 +126,7 @@ def encode_metadata(images: Sequence[FileImage]) -> bytes:
                 dcp.ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
             )
             storage[index] = _StorageInfo(image.name, entry.start, entry.template.length)
-    return dump_metadata(
+    return opcodes.dump_metadata(
         dcp.Metadata(
             state_dict_metadata={
                 key: dcp.TensorStorageMetadata(
@@ -290,7 +287,7 @@ class _Run:
     def __call__(self, start: int, memory: memoryview) -> None:
         at = self._segment.offset + start
         while memory:
-            count = read_again(partial(os.preadv, self._handle, [memory], at))
+            count = reading.read_again(partial(os.preadv, self._handle, [memory], at))
             if count == 0:
                 raise CheckpointError(
                     f"{self._place}: it ends at byte {at}, expected more; it was cut short while "
@@ -370,7 +367,7 @@ def import_into(run: RunPaths, uid: str, source: tensors.WeightsSource) -> dict[
     file is left then.
     """
     directory = run.checkpoint(IMPORTED)
-    make_directory(directory)
+    durable.make_directory(directory)
     began = time.time()
     try:
         images = plan_images(source.parts)
@@ -383,14 +380,14 @@ def import_into(run: RunPaths, uid: str, source: tensors.WeightsSource) -> dict[
             "digest": digest_of_tensors(source, digests),
         }
         for name, content in (
-            (METADATA, encode_metadata(images)),
-            (TRAIN_STATE, to_json(document_of(origin))),
+            (metadata.METADATA, encode_metadata(images)),
+            (TRAIN_STATE, durable.to_json(document_of(origin))),
         ):
-            write_bytes(directory / name, content, mode=source.rights)
+            durable.write_bytes(directory / name, content, mode=source.rights)
             checksum = FileChecksum(len(content))
             checksum.update(content)
             entries.append(FileEntry.of(name, len(content), checksum))
-        fsync_directory(directory)
+        durable.fsync_directory(directory)
         manifest = commit_alone(run, directory, _make_part(run, uid, entries, began))
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
@@ -417,7 +414,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("source", type=Path)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--uid", required=True)
-    parser.add_argument("--form", choices=FORMS, default=AUTO)
+    parser.add_argument("--form", choices=find.FORMS, default=find.AUTO)
     parser.add_argument("--rename", action="append", type=_rule, default=[])
     parser.add_argument("--exclude", action="append", default=[])
     parser.add_argument("--json", action="store_true")
@@ -425,7 +422,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The caller cancelled the import. The exit removes the partial checkpoint.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        source = open_source(given.source, given.form)
+        source = find.open_source(given.source, given.form)
         parts = tensors.select(
             source.parts, rename=dict(given.rename), exclude=given.exclude, where=source.place
         )

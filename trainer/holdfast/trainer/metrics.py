@@ -19,11 +19,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from holdfast.contracts.disk.durable import make_directory
-from holdfast.contracts.disk.filesystems import send_flag
+from holdfast.contracts.disk import durable, filesystems, reading
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import folder_of
-from holdfast.contracts.disk.reading import open_beneath
 from holdfast.contracts.errors import HoldfastError, SpecError
 from holdfast.contracts.node.reporting import report
 from holdfast.contracts.plain_text import counted
@@ -237,9 +235,14 @@ class Recorder:
     def _write(self, lines: list[str]) -> None:
         try:
             if self._stream is None:
-                make_directory(self._metrics.parent)
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | send_flag(self._metrics.parent)
-                handle = open_beneath(self._metrics, flags, below=folder_of(self._metrics))
+                durable.make_directory(self._metrics.parent)
+                flags = (
+                    os.O_WRONLY
+                    | os.O_APPEND
+                    | os.O_CREAT
+                    | filesystems.send_flag(self._metrics.parent)
+                )
+                handle = reading.open_beneath(self._metrics, flags, below=folder_of(self._metrics))
                 self._stream = FileIO(handle, "ab")
             self._stream.write(("\n".join(lines) + "\n").encode())
         except (OSError, HoldfastError) as error:

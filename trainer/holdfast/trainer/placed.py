@@ -20,11 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.disk.durable import fsync_directory, make_directory
-from holdfast.contracts.disk.file_locks import locked
+from holdfast.contracts.disk import durable, file_locks, reading
 from holdfast.contracts.disk.manifest import Manifest, read_manifest
 from holdfast.contracts.disk.paths import MANIFEST, METADATA
-from holdfast.contracts.disk.reading import is_mine
 from holdfast.contracts.errors import DamagedCheckpointError
 
 SAVING: Final = ".saving-"
@@ -91,11 +89,11 @@ def find_commit(folder: Path) -> Manifest | None:
 def fsync_commit(folder: Path) -> None:
     """Make the name of the save's manifest durable, in `folder` or in the directory above it."""
     if not is_saving_folder(folder):
-        fsync_directory(folder)
+        durable.fsync_directory(folder)
         return
     with contextlib.suppress(FileNotFoundError):
-        fsync_directory(folder)
-    fsync_directory(folder.parent)
+        durable.fsync_directory(folder)
+    durable.fsync_directory(folder.parent)
 
 
 def publish(folder: Path) -> None:
@@ -108,7 +106,7 @@ def publish(folder: Path) -> None:
     """
     with contextlib.ExitStack() as stack:
         try:
-            is_locked = stack.enter_context(locked(folder / LOCK, LOCK_S))
+            is_locked = stack.enter_context(file_locks.locked(folder / LOCK, LOCK_S))
         except FileNotFoundError:
             # Another process has completed the move.
             return
@@ -127,9 +125,9 @@ def _publish(folder: Path) -> None:
         _withdraw_former(folder, target)
     for path in sorted(paths, key=lambda path: path == METADATA):
         _move_up(folder, target, path)
-    fsync_directory(target)
+    durable.fsync_directory(target)
     os.rename(folder / MANIFEST, target / MANIFEST)
-    fsync_directory(target)
+    durable.fsync_directory(target)
     _remove_former(folder, manifest)
 
 
@@ -173,13 +171,13 @@ def _saving_folders(directory: Path, besides: Collection[str]) -> list[Path]:
             ]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(folder for folder in found if _is_mine(folder) and is_mine(directory))
+    return sorted(folder for folder in found if _is_mine(folder) and reading.is_mine(directory))
 
 
 def _is_mine(folder: Path) -> bool:
     """Return what `is_mine` does, and False for a folder that another process just removed."""
     with contextlib.suppress(FileNotFoundError):
-        return is_mine(folder)
+        return reading.is_mine(folder)
     return False
 
 
@@ -189,7 +187,7 @@ def _withdraw_former(folder: Path, target: Path) -> None:
         os.rename(target / MANIFEST, folder / FORMER)
     with contextlib.suppress(FileNotFoundError):
         (target / METADATA).unlink()
-        fsync_directory(target)
+        durable.fsync_directory(target)
 
 
 def _remove_former(folder: Path, manifest: Manifest) -> None:
@@ -211,7 +209,7 @@ def _files_of(path: Path) -> set[str]:
 def _move_up(folder: Path, target: Path, path: str) -> None:
     """Move one file up, unless an interrupted call has done so already."""
     if "/" in path:
-        make_directory((target / path).parent)
+        durable.make_directory((target / path).parent)
     try:
         os.rename(folder / path, target / path)
     except FileNotFoundError:

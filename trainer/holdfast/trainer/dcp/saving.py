@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.utils import _api_bc_check
 from holdfast.contracts.disk.paths import MANIFEST, METADATA, CheckpointName
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import SaveError, SpecError
+from holdfast.trainer.dcp import delegation, record
 from holdfast.trainer.dcp.channel import (
     Channel,
     CommitFuture,
@@ -39,8 +40,6 @@ from holdfast.trainer.dcp.channel import (
     describe,
     portable,
 )
-from holdfast.trainer.dcp.delegation import directory_of_save, target_of, warn, why_not_staged
-from holdfast.trainer.dcp.record import REASON, RECORD
 from holdfast.trainer.dcp.state import (
     SaveForm,
     State,
@@ -84,7 +83,7 @@ def save(
     )
     if isinstance(begun, str):
         if begun:
-            warn("save", begun)
+            delegation.warn("save", begun)
         metadata: Metadata = stock_save(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -125,12 +124,12 @@ def async_save(
     """
     group = choose_group(process_group, no_dist=no_dist)
     target = _Target.of(checkpoint_id, storage_writer, use_collectives=use_collectives)
-    begun: CommitFuture | str = why_not_staged(async_stager) or ""
+    begun: CommitFuture | str = delegation.why_not_staged(async_stager) or ""
     if not begun:
         begun = _begin(state_dict, target, planner, group)
     if isinstance(begun, str):
         if begun:
-            warn("async_save", begun)
+            delegation.warn("async_save", begun)
         return stock_async_save(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -166,7 +165,7 @@ class _Target:
         *,
         use_collectives: bool,
     ) -> _Target:
-        found = directory_of_save(checkpoint_id, writer)
+        found = delegation.directory_of_save(checkpoint_id, writer)
         if isinstance(found, str):
             return cls(Path(), reason=found)
         if not use_collectives:
@@ -236,9 +235,9 @@ def _begin(
     given = target.directory
     if channel.is_root:
         # A link may be moved meanwhile, so the first rank follows it for all.
-        target = replace(target, directory=target_of(given))
+        target = replace(target, directory=delegation.target_of(given))
     own, error = attempt(lambda: _prepare(channel, state_dict, target, planner))
-    step = RECORD.next_step(target.directory) if channel.is_root else 0
+    step = record.RECORD.next_step(target.directory) if channel.is_root else 0
     message = _Message(
         problem=portable(error),
         directory=given,
@@ -247,7 +246,7 @@ def _begin(
         target=target.directory,
         step=step,
         token=new_token() if channel.is_root else "",
-        parent=RECORD.parent,
+        parent=record.RECORD.parent,
     )
     messages: list[_Message] = channel.tree.gather_all(message)
     _raise_failures(error, {rank: one.problem for rank, one in enumerate(messages)})
@@ -322,7 +321,7 @@ def _stage(
                 state,
                 None,
                 step=first.step,
-                reason=REASON,
+                reason=record.REASON,
                 parent=first.parent,
                 timeout_s=flush_timeout_s(),
                 place=SavePlace(directory, first.token, own.save_id or first.token),
@@ -330,7 +329,9 @@ def _stage(
 
         future = channel.pending.add(stage, directory, first.token)
         if channel.is_root and not future.done():
-            RECORD.staged(directory, first.step, engine.tensor_bytes, time.monotonic() - began)
+            record.RECORD.staged(
+                directory, first.step, engine.tensor_bytes, time.monotonic() - began
+            )
     return future
 
 

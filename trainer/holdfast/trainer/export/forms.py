@@ -30,8 +30,7 @@ from torch.distributed.checkpoint._traverse import OBJ_PATH, set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
-from holdfast.contracts.disk.damage import find_damage
-from holdfast.contracts.disk.durable import fsync_directory, make_directory
+from holdfast.contracts.disk import damage, durable
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, KeyMismatchError
 from holdfast.trainer.format.metadata import METADATA, Opened, open_checkpoint, paths_of
 from holdfast.trainer.loading.reader import load_state
@@ -390,7 +389,7 @@ def write_hf(source: ExportSource, place: Path, shard_bytes: int) -> None:
     total = sum(entry.bytes for shard in shards for entry in shard)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     _write_text(place / HF_INDEX, json.dumps(index, indent=2) + "\n")
-    fsync_directory(place)
+    durable.fsync_directory(place)
 
 
 def write_dcp(source: ExportSource, place: Path, _: int) -> None:
@@ -413,7 +412,7 @@ def write_dcp(source: ExportSource, place: Path, _: int) -> None:
         save_with_dcp(_nested(source, values), checkpoint_id=place, no_dist=True)
     for path in place.iterdir():
         _sync(path)
-    fsync_directory(place)
+    durable.fsync_directory(place)
 
 
 FORMS: Final[dict[str, Callable[[ExportSource, Path, int], None]]] = {
@@ -432,7 +431,7 @@ def appearing(output: Path, checkpoint: Path) -> Iterator[Path]:
     `CheckpointError` if `output` exists. Nothing is ever overwritten.
     """
     _refuse_existing(output)
-    make_directory(output.absolute().parent)
+    durable.make_directory(output.absolute().parent)
     scratch = Path(tempfile.mkdtemp(dir=output.absolute().parent, prefix=f".{output.name}."))
     try:
         yield scratch / output.name
@@ -440,7 +439,7 @@ def appearing(output: Path, checkpoint: Path) -> Iterator[Path]:
         _refuse_existing(output)
         _limit_rights(scratch / output.name, checkpoint)
         os.rename(scratch / output.name, output)
-        fsync_directory(output.absolute().parent)
+        durable.fsync_directory(output.absolute().parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -497,7 +496,7 @@ def _add_values(metadata: dcp.Metadata, values: Mapping[OBJ_PATH, Any], place: P
     (place / METADATA).write_bytes(pickle.dumps(more))
     _sync(place / VALUES)
     _sync(place / METADATA)
-    fsync_directory(place)
+    durable.fsync_directory(place)
 
 
 def _write_tensors(source: ExportSource, entries: list[ExportEntry], place: Path) -> None:
@@ -537,7 +536,7 @@ def _copy_files(source: ExportSource, place: Path) -> None:
     manifest = source.opened.manifest
     storage = source.opened.metadata.storage_data or {}
     names = sorted({info.relative_path for info in storage.values()})
-    if manifest is not None and (damaged := find_damage(source.directory, manifest)):
+    if manifest is not None and (damaged := damage.find_damage(source.directory, manifest)):
         raise DamagedCheckpointError(
             f"{source.directory}: {'; '.join(damaged)}; export another checkpoint", damaged=damaged
         )
@@ -545,7 +544,7 @@ def _copy_files(source: ExportSource, place: Path) -> None:
     for name in [*names, METADATA]:
         shutil.copyfile(source.directory / name, place / name)
         _sync(place / name)
-    fsync_directory(place)
+    durable.fsync_directory(place)
 
 
 def _write_text(path: Path, text: str) -> None:

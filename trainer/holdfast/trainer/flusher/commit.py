@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from holdfast.contracts.disk import durable, filesystems
 from holdfast.contracts.disk.bounds import SECONDS_MAX
-from holdfast.contracts.disk.durable import create_bytes, make_directory, to_json, write_bytes
-from holdfast.contracts.disk.filesystems import delay_s, is_there, refresh, revalidate
 from holdfast.contracts.disk.manifest import FileEntry, Manifest, encode_manifest
 from holdfast.contracts.disk.paths import MANIFEST, PARTS, CheckpointName, RunPaths
 from holdfast.contracts.environment import flush_timeout_s
@@ -161,7 +160,7 @@ def _write_manifest(run: RunPaths, directory: Path, parts: Sequence[dict[str, An
         committed_at=time.time(),
     )
     # Exclusive, so two nodes that take over at the same time cannot both commit, see decision 14.
-    if not create_bytes(directory / MANIFEST, encode_manifest(manifest)):
+    if not durable.create_bytes(directory / MANIFEST, encode_manifest(manifest)):
         return _accept_theirs(directory, manifest)
     _tidy(run, directory)
     return manifest
@@ -225,7 +224,7 @@ class _Wait:
         self._lost_since: dict[int, float] = {}
         self._refused_since: float | None = None
         # A shared directory may show another node's files late, at most after this time.
-        self._lost_grace_s = delay_s(directory)
+        self._lost_grace_s = filesystems.delay_s(directory)
 
     def for_commit(self) -> Manifest:
         """Return the manifest, from any node. Raises `SaveError` if there will be none."""
@@ -252,7 +251,9 @@ class _Wait:
         """Return the manifest, None if there is none. Storage may fail for `LOOK_RETRY_S`."""
         try:
             # A save that has moved up is found in the directory above.
-            may_be_there = is_there(self._directory / MANIFEST) or is_saving_folder(self._directory)
+            may_be_there = filesystems.is_there(self._directory / MANIFEST) or is_saving_folder(
+                self._directory
+            )
             manifest = find_commit(self._directory) if may_be_there else None
             if manifest is None:
                 self._look_at_parts(gathers)
@@ -350,7 +351,7 @@ class _Wait:
 
     def _raise_if_overtaken(self, missing: Sequence[int]) -> None:
         # The client's cache may hide the later step's part, see decision 48.
-        refresh(self._directory)
+        filesystems.refresh(self._directory)
         overtaken = [node for node in missing if self._is_overtaken(node)]
         if overtaken:
             raise SaveError(
@@ -366,7 +367,7 @@ class _Wait:
             if own is None or name is None or name <= own:
                 continue
             same_writer = (name.attempt, name.launch) == (own.attempt, own.launch)
-            if same_writer and is_there(other / PARTS / part_name(node)):
+            if same_writer and filesystems.is_there(other / PARTS / part_name(node)):
                 return True
         return False
 

@@ -25,12 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.disk.durable import create_bytes, make_directory, to_json, write_bytes
-from holdfast.contracts.disk.filesystems import delay_s, is_there
+from holdfast.contracts.disk import durable, filesystems
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.flusher.commit import committer_of
+from holdfast.trainer.flusher import commit, shards
 from holdfast.trainer.flusher.plan import SlotKey, SlotView, StepGroup
-from holdfast.trainer.flusher.shards import launch_folder, name_shards
 from holdfast.trainer.slots.slot_table import SlotTable
 from holdfast.trainer.slots.slots import SlotState
 
@@ -53,7 +51,7 @@ class SalvagePlace:
     @classmethod
     def of(cls, table: SlotTable) -> SalvagePlace:
         """Return the place for a sealed slot. Raises `SaveError` if its table is malformed."""
-        return cls(launch_folder(table.run, table.checkpoint), table.node, table.nodes)
+        return cls(shards.launch_folder(table.run, table.checkpoint), table.node, table.nodes)
 
 
 @dataclass(frozen=True)
@@ -114,8 +112,8 @@ def list_nothing(place: SalvagePlace) -> None:
     If storage fails, they wait.
     """
     with contextlib.suppress(OSError):
-        make_directory(place.folder)
-        write_bytes(_list_path(place.folder, place.node), _encode_list(place.node, ()))
+        durable.make_directory(place.folder)
+        durable.write_bytes(_list_path(place.folder, place.node), _encode_list(place.node, ()))
 
 
 def agree(
@@ -141,15 +139,15 @@ def agree(
     number = 1 if failed is None else failed.number + 1
     answer = _answer_path(folder, number)
     # The list is durable and complete before another node can read it.
-    write_bytes(_list_path(folder, node), _encode_list(node, steps))
-    timeout_s = LISTS_WAIT_S + delay_s(folder)
+    durable.write_bytes(_list_path(folder, node), _encode_list(node, steps))
+    timeout_s = LISTS_WAIT_S + filesystems.delay_s(folder)
     began, listed = time.monotonic(), frozenset[int]()
     lists: dict[int, list[int]] = {node: list(steps)}
     while not is_there(answer):
         waited_s, gone = time.monotonic() - began, frozenset(lost())
         if gone != listed:
             listed = _list_copies(folder, node, gone, held_for)
-        reader = committer_of(nodes, gone)
+        reader = commit.committer_of(nodes, gone)
         silent = _silent_nodes(folder, lists, nodes) if node == reader else {reader or 0}
         if not silent and not gone:
             # Exclusive: of several nodes that give different answers, one wins, and all nodes read
@@ -233,7 +231,7 @@ def _list_copies(
 ) -> frozenset[int]:
     """List the copies that this node holds for the lost nodes, and return these."""
     held = {str(owner): list(held_for(owner)) for owner in sorted(gone)}
-    write_bytes(_copies_path(folder, node), to_json({"node": node, "held": held}))
+    durable.write_bytes(_copies_path(folder, node), durable.to_json({"node": node, "held": held}))
     return gone
 
 
@@ -269,7 +267,7 @@ def _silent_nodes(folder: Path, lists: dict[int, list[int]], nodes: int) -> set[
 
 def _why_lost(folder: Path, missing: Collection[int], gone: Collection[int]) -> str:
     """Return why lost nodes without a list and without copies prevent the salvage."""
-    held = name_shards(folder, missing) or "their shards"
+    held = shards.name_shards(folder, missing) or "their shards"
     besides = sorted(set(gone) - set(missing))
     also = f", as nodes {besides} are" if besides else ""
     return f"nodes {sorted(missing)} are lost{also}, together with {held}"
@@ -289,7 +287,7 @@ def _copies_path(folder: Path, node: int) -> Path:
 
 
 def _encode_list(node: int, steps: Sequence[int]) -> bytes:
-    return to_json({"node": node, "steps": list(steps)})
+    return durable.to_json({"node": node, "steps": list(steps)})
 
 
 def _list_path(folder: Path, node: int) -> Path:

@@ -11,16 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.errors import HoldfastError, SaveError
+from holdfast.trainer.flusher import files
 from holdfast.trainer.flusher.commit import PeerState, report_incomplete
-from holdfast.trainer.flusher.files import (
-    Committed,
-    Pace,
-    SlotImage,
-    WriteLimit,
-    at_full_speed,
-    commit_step,
-    write_for_lost,
-)
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.hints import Hints, log
 from holdfast.trainer.flusher.plan import SlotKey, StepGroup
@@ -51,7 +43,7 @@ class Finished:
     """The result of one step, as the writer thread reports it. `is_nothing`: there was none."""
 
     group: StepGroup
-    committed: Committed | None
+    committed: files.Committed | None
     error: str
     is_salvaged: bool = False
     is_nothing: bool = False
@@ -65,7 +57,7 @@ class Writer:
         held: Mapping[SlotKey, HeldSlot],
         mirror: MirrorWorker,
         space_guard: SpaceGuard,
-        limit: WriteLimit,
+        limit: files.WriteLimit,
         *,
         newest_launch: Callable[[], int],
         lost_nodes: Callable[[], frozenset[int]],
@@ -120,7 +112,9 @@ class Writer:
         slots = [self._held[key] for key in group.slots]
         committed, error = None, ""
         try:
-            images = [SlotImage(SlotTable.parse(held.slot.table), held.slot.data) for held in slots]
+            images = [
+                files.SlotImage(SlotTable.parse(held.slot.table), held.slot.data) for held in slots
+            ]
             # A rank that could not copy its state seals its slot with the error, so that its peers
             # do not wait, see decision 71.
             given_up = given_up or next((i.table.error for i in images if i.table.error), None)
@@ -150,7 +144,7 @@ class Writer:
     def _commit(
         self,
         group: StepGroup,
-        images: Sequence[SlotImage],
+        images: Sequence[files.SlotImage],
         *,
         resumed: bool = False,
         writers: Mapping[int, int] = NO_WRITERS,
@@ -169,7 +163,7 @@ class Writer:
         own, tables = images[0].table.node, [image.table for image in images]
         for owner in sorted(lost for lost, writer in writers.items() if writer == own):
             tables += self._write_for(owner, group.step, peers)
-        done = commit_step(
+        done = files.commit_step(
             images, resumed=resumed, peers=peers, space_guard=self._space_guard, pace=pace
         )
         # Only after the commit: the mirror gets whole checkpoints only.
@@ -181,9 +175,11 @@ class Writer:
         copied = self._exchange.copy_of(owner, step)
         if copied is None:
             raise SaveError(f"the copy of node {owner}'s snapshot of step {step} is gone")
-        images = [SlotImage(t, data) for t, data in zip(copied.tables, copied.data, strict=True)]
+        images = [
+            files.SlotImage(t, data) for t, data in zip(copied.tables, copied.data, strict=True)
+        ]
         expected = [entry for entries in copied.entries for entry in entries]
-        write_for_lost(images, expected, peers=peers, space_guard=self._space_guard)
+        files.write_for_lost(images, expected, peers=peers, space_guard=self._space_guard)
         log(f"the files of node {owner}, which is lost, were written from its copy here")
         return list(copied.tables)
 

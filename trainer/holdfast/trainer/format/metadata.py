@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar, cast
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from holdfast.contracts.disk.digests import new_checksum
+from holdfast.contracts.disk import digests, reading
 from holdfast.contracts.disk.manifest import (
     FileEntry,
     Manifest,
@@ -28,12 +28,9 @@ from holdfast.contracts.disk.manifest import (
 )
 from holdfast.contracts.disk.paths import MANIFEST
 from holdfast.contracts.disk.paths import METADATA as METADATA
-from holdfast.contracts.disk.reading import open_regular, read_again, read_bounded
 from holdfast.contracts.errors import DamagedCheckpointError, ForeignFileError
+from holdfast.trainer.format import metadata_check, metadata_makers, plain_pickle
 from holdfast.trainer.format.column_reader import OtherForm, read_columns
-from holdfast.trainer.format.metadata_check import find_problem
-from holdfast.trainer.format.metadata_makers import BUILDS, KEY_TYPES, find_maker
-from holdfast.trainer.format.plain_pickle import read_pickle
 from holdfast.trainer.format.saved_boxes import BoxTable
 
 T = TypeVar("T")
@@ -58,7 +55,12 @@ def _parse(chunks: Iterator[bytes], source: str) -> Metadata:
     try:
         # Never Python's unpickler: even with a list of allowed names it is not safe, see
         # decision 28.
-        parsed = read_pickle(chunks, find_maker, BUILDS, keys=KEY_TYPES)
+        parsed = plain_pickle.read_pickle(
+            chunks,
+            metadata_makers.find_maker,
+            metadata_makers.BUILDS,
+            keys=metadata_makers.KEY_TYPES,
+        )
         problem = _problem_of(parsed)
     except OSError:
         raise
@@ -81,7 +83,7 @@ def _parse(chunks: Iterator[bytes], source: str) -> Metadata:
 def _problem_of(parsed: Any) -> str | None:
     if type(parsed) is not Metadata:
         return f"holds a {type(parsed).__name__}, expected DCP's Metadata"
-    return find_problem(parsed)
+    return metadata_check.find_problem(parsed)
 
 
 def shorten_error(error: Exception) -> str:
@@ -151,7 +153,7 @@ def find_files(directory: Path) -> tuple[Path, Manifest | None]:
     `DamagedCheckpointError` if the manifest or the other directory cannot be read.
     """
     try:
-        manifest = read_again(lambda: read_manifest(directory))
+        manifest = reading.read_again(lambda: read_manifest(directory))
     except OSError as error:
         raise _unreadable(directory, MANIFEST, error) from error
     if manifest is None or manifest.source is None:
@@ -227,8 +229,8 @@ def read_verified(directory: Path, path: str, manifest: Manifest | None, bytes_m
     # The smaller of both: a hostile file must not fill the memory before it is compared.
     most = bytes_max if entry is None else min(bytes_max, entry.bytes)
     try:
-        content = read_again(
-            lambda: read_bounded(directory / path, most, below=directory, follow=True)
+        content = reading.read_again(
+            lambda: reading.read_bounded(directory / path, most, below=directory, follow=True)
         )
     except (OSError, ValueError) as error:
         raise _unreadable(directory, path, error) from error
@@ -248,7 +250,9 @@ def _read_with(
     """Read and parse one `.metadata` in chunks, so that the whole file is never in memory."""
     entry, problems = _entry_of(path, manifest), list[str]()
     try:
-        handle = read_again(lambda: open_regular(directory / path, below=directory, follow=True))
+        handle = reading.read_again(
+            lambda: reading.open_regular(directory / path, below=directory, follow=True)
+        )
         try:
             size = os.fstat(handle).st_size
             if entry is not None and size != entry.bytes:
@@ -279,11 +283,11 @@ def _chunks(
 ) -> Iterator[bytes]:
     """Yield the bytes of an open file. A mismatch with `entry` is added to `problems`."""
     for start, length, expected in entry.spans() if entry else [(0, size, "")]:
-        running = new_checksum()
+        running = digests.new_checksum()
         # In pieces, so that a sparse file fails at its first hole, see decision 28.
         for at in range(start, start + length, CHUNK_BYTES):
             count = min(CHUNK_BYTES, start + length - at)
-            piece = read_again(partial(os.pread, handle, count, at))
+            piece = reading.read_again(partial(os.pread, handle, count, at))
             if entry is not None:
                 running.update(piece)
             if len(piece) < count:

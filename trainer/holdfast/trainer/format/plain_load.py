@@ -22,8 +22,8 @@ from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowe
 from torch.serialization import StorageType
 
 from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.trainer.format import metadata_makers
 from holdfast.trainer.format.metadata import shorten_error
-from holdfast.trainer.format.metadata_makers import make_layout, make_ordered, make_size
 from holdfast.trainer.format.plain_pickle import Find, Maker, RefusedPickle, is_cheap, read_pickle
 
 RECORDS_MAX: Final = 10_000
@@ -198,10 +198,10 @@ def plain_makers() -> dict[str, Any]:
         "torch._utils._rebuild_tensor_v3": _tensor,
         "torch._utils._rebuild_qtensor": _tensor,
         "torch._tensor._rebuild_from_type_v2": _from_type,
-        "torch.serialization._get_layout": make_layout,
-        "torch.Size": make_size,
+        "torch.serialization._get_layout": metadata_makers.make_layout,
+        "torch.Size": metadata_makers.make_size,
         "torch.device": _device,
-        "collections.OrderedDict": make_ordered,
+        "collections.OrderedDict": metadata_makers.make_ordered,
         "collections.Counter": _counter,
         "builtins.set": _set,
         "builtins.bytearray": _bytearray,

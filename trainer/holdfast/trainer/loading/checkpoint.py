@@ -11,8 +11,7 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.contracts.disk.filesystems import is_there
-from holdfast.contracts.disk.leases import reading
+from holdfast.contracts.disk import filesystems, leases
 from holdfast.contracts.disk.paths import (
     MANIFEST,
     CheckpointName,
@@ -21,8 +20,7 @@ from holdfast.contracts.disk.paths import (
     plain_checkpoint,
 )
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.records.checkpoint_choice import choose_checkpoint, is_checkpoint
-from holdfast.contracts.records.known_damage import refuse_damaged
+from holdfast.contracts.records import checkpoint_choice, known_damage
 from holdfast.trainer.arguments import check_path
 from holdfast.trainer.format.metadata import Opened
 from holdfast.trainer.loading.reader import LoadReport, load_state, open_together
@@ -134,7 +132,7 @@ def _held(directory: Path, ranks: ControlGroup) -> Iterator[None]:
     is_ours = CheckpointName.parse(directory.name) is not None
     with contextlib.ExitStack() as held:
         if is_ours and ranks.rank == 0:
-            held.enter_context(reading(directory))
+            held.enter_context(leases.reading(directory))
         # No rank reads before the lease exists. Loading ends with a collective of all ranks.
         ranks.gather(lambda: _check(directory, ranks) if is_ours else None)
         yield
@@ -143,7 +141,7 @@ def _held(directory: Path, ranks: ControlGroup) -> Iterator[None]:
 def _check(directory: Path, ranks: ControlGroup) -> None:
     check_committed(directory)
     if ranks.rank == 0:
-        refuse_damaged(RunPaths(directory.parent.parent), directory.name, "load it")
+        known_damage.refuse_damaged(RunPaths(directory.parent.parent), directory.name, "load it")
 
 
 def check_committed(directory: Path) -> None:
@@ -153,7 +151,7 @@ def check_committed(directory: Path) -> None:
     under the lease. A deletion removes the manifest first, and restores it if a lease appeared.
     """
     is_of_run = RunPaths(directory.parent.parent).spec.exists()
-    if is_of_run and not is_there(directory / MANIFEST):
+    if is_of_run and not filesystems.is_there(directory / MANIFEST):
         raise NotFoundError(
             f"{directory}: it has no {MANIFEST}, so it was never committed or is being deleted; "
             "load another checkpoint of the run"
@@ -189,8 +187,8 @@ def find_directory(checkpoint: str | Path) -> Path:
     paths = RunPaths(default_root() / run)
     is_whole = CheckpointName.parse(name) is not None
     # Without Holdfast around it, a run has no record to read.
-    if run and (is_whole or (is_checkpoint(name) and paths.spec.is_file())):
-        path = paths.checkpoint(choose_checkpoint(paths, name))
+    if run and (is_whole or (checkpoint_choice.is_checkpoint(name) and paths.spec.is_file())):
+        path = paths.checkpoint(checkpoint_choice.choose_checkpoint(paths, name))
         if path.is_dir():
             return path
     raise NotFoundError(

@@ -18,8 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from holdfast.contracts.disk.direct import ALIGNMENT, DIRECT_BYTES_MIN, begin_direct, end_direct
-from holdfast.contracts.disk.reading import read_again
+from holdfast.contracts.disk import direct, reading
 
 VECTORS_MAX: Final = 1024
 HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
@@ -46,9 +45,13 @@ def go_past_cache(handle: int, start: int, size: int) -> bool:
 
     Returns whether reads are now direct. If so, each further read must use `fill_aligned`.
     """
-    if size < DIRECT_BYTES_MIN or start % ALIGNMENT or is_in_memory(handle, start, size):
+    if (
+        size < direct.DIRECT_BYTES_MIN
+        or start % direct.ALIGNMENT
+        or is_in_memory(handle, start, size)
+    ):
         return False
-    return begin_direct(handle)
+    return direct.begin_direct(handle)
 
 
 def is_in_memory(handle: int, start: int, size: int) -> bool:
@@ -76,19 +79,19 @@ def fill_aligned(handle: int, memory: memoryview, start: int, size: int) -> None
     `memory` begins at a page and has space for whole pages. Raises `EOFError` if the file is too
     short.
     """
-    room, at = -(-size // ALIGNMENT) * ALIGNMENT, 0
+    room, at = -(-size // direct.ALIGNMENT) * direct.ALIGNMENT, 0
     while at < size:
         try:
-            count = read_again(partial(os.preadv, handle, [memory[at:room]], start + at))
+            count = reading.read_again(partial(os.preadv, handle, [memory[at:room]], start + at))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            end_direct(handle)
+            direct.end_direct(handle)
             fill(handle, [memory[at:size]], start + at)
             return
         if at + count < size:
             # The next read must also begin at a page.
-            count -= count % ALIGNMENT
+            count -= count % direct.ALIGNMENT
         if count == 0:
             raise EOFError(f"ends before byte {start + size}, expected more")
         at += count
@@ -98,7 +101,7 @@ def fill(handle: int, views: Sequence[memoryview], start: int) -> None:
     """Fill all `views` from the file. Raises `EOFError` if the file is too short."""
     waiting, at = list(views), start
     while waiting:
-        count = read_again(partial(os.preadv, handle, waiting[:VECTORS_MAX], at))
+        count = reading.read_again(partial(os.preadv, handle, waiting[:VECTORS_MAX], at))
         if count == 0:
             raise EOFError(f"ends at byte {at}, expected more")
         at += count

@@ -44,14 +44,7 @@ from holdfast.trainer.planning import compare_keys
 from holdfast.trainer.planning.signature import flatten
 from holdfast.trainer.process import devices
 from holdfast.trainer.process.collector import pause_collection
-from holdfast.trainer.ranks.collective import (
-    Group,
-    agree,
-    attempt,
-    portable,
-    raise_first,
-    tree_over,
-)
+from holdfast.trainer.ranks import collective
 from holdfast.trainer.ranks.rank_tree import RankTree
 
 T = TypeVar("T")
@@ -120,14 +113,16 @@ class _Prepared:
         return replace(self.opened, metadata=pick_entries(self.opened.metadata, names))
 
 
-def open_together(directory: Path, group: Group, manifest: Manifest | None = None) -> Opened:
+def open_together(
+    directory: Path, group: collective.Group, manifest: Manifest | None = None
+) -> Opened:
     """Open a checkpoint as `open_checkpoint` does. All ranks of `group` call this.
 
     One rank of each node reads `.metadata` that Holdfast wrote, and shares the columns with the
     others. If any rank finds an error, all ranks raise it.
     """
     with contextlib.ExitStack() as held:
-        tree = held.enter_context(tree_over(group))
+        tree = held.enter_context(collective.tree_over(group))
         homes, rank = tree.gather_all(find_home()), tree.index
         first, is_alone = homes.index(homes[rank]), homes.count(homes[rank]) == 1
         place = (directory, manifest)
@@ -142,7 +137,7 @@ def open_together(directory: Path, group: Group, manifest: Manifest | None = Non
             found = opened.metadata, opened.boxes
             return opened, held.enter_context(published(found))
 
-        (opened, _), paths = agree(read, tree, lambda found: found[1])
+        (opened, _), paths = collective.agree(read, tree, lambda found: found[1])
         if paths[first]:
             # The first rank uses the shared memory too, so that the node has one table.
             opened = None
@@ -154,14 +149,14 @@ def open_together(directory: Path, group: Group, manifest: Manifest | None = Non
                     return Opened(*place, metadata, boxes, is_lean=True)
             return opened or open_checkpoint(*place, is_lean=bool(paths[first]))
 
-        return agree(take, tree, lambda _: None)[0]
+        return collective.agree(take, tree, lambda _: None)[0]
 
 
 def load_state(
     checkpoint: Path | Opened,
     state: dict[str, Any],
     *,
-    group: Group,
+    group: collective.Group,
     strict: bool = True,
     include: str | Collection[str] = (),
     exclude: str | Collection[str] = (),
@@ -193,8 +188,8 @@ def load_state(
         return _load_planned(directory, state, group, planner)
     with contextlib.ExitStack() as held:
         held.enter_context(pause_collection())
-        tree = held.enter_context(tree_over(group))
-        ready, messages = agree(
+        tree = held.enter_context(collective.tree_over(group))
+        ready, messages = collective.agree(
             lambda: prepare(checkpoint, state, pick, held.enter_context(own_window())),
             tree,
             lambda ready: ready.message,
@@ -229,11 +224,11 @@ def load_state(
 
 
 def _load_planned(
-    directory: Path, state: dict[str, Any], group: Group, planner: LoadPlanner
+    directory: Path, state: dict[str, Any], group: collective.Group, planner: LoadPlanner
 ) -> LoadReport:
     """Load with the caller's planner. Only the planner knows which keys are wanted or missing."""
-    with tree_over(group) as tree:
-        opened, _ = agree(lambda: open_checkpoint(directory), tree, lambda _: None)
+    with collective.tree_over(group) as tree:
+        opened, _ = collective.agree(lambda: open_checkpoint(directory), tree, lambda _: None)
         _raise_damage(directory, tree.gather_all(check_share(opened, tree)))
         own = load_as_stock(opened, state, group, planner)
         read = frozenset().union(*tree.gather_all(own))
@@ -330,11 +325,11 @@ def _read_turn(
     odd = [head.piece for head in wants.headers if not head.is_as_expected]
     error = tally.error
     if error is None and not tally.problems:
-        _, error = attempt(lambda: _finish(state, wants))
+        _, error = collective.attempt(lambda: _finish(state, wants))
     counts = (tally.bytes_read, tally.bytes_unique, len(odd))
-    gathered = tree.gather_all((tally.problems, portable(error), counts))
+    gathered = tree.gather_all((tally.problems, collective.portable(error), counts))
     _raise_damage(directory, [problems for problems, _, _ in gathered])
-    raise_first(error, [one for _, one, _ in gathered])
+    collective.raise_first(error, [one for _, one, _ in gathered])
     sums = (sum(each) for each in zip(*(c for _, _, c in gathered), strict=True))
     read, unique, odd_anywhere = sums
     return read, unique, odd if odd_anywhere else None

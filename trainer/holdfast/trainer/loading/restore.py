@@ -19,10 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from holdfast.contracts.disk import filesystems, leases
 from holdfast.contracts.disk.damage import Problems, describe_problems, find_problems, share_of
-from holdfast.contracts.disk.filesystems import is_listed
 from holdfast.contracts.disk.journal import Event, EventKind
-from holdfast.contracts.disk.leases import reading
 from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.disk.paths import MANIFEST, checkpoint_id
@@ -45,14 +44,7 @@ from holdfast.trainer.mirror import transfer
 from holdfast.trainer.planning.layout import read_train_state
 from holdfast.trainer.process.program import program_argv
 from holdfast.trainer.process.standby import changed_variables
-from holdfast.trainer.ranks.collective import (
-    TIMEOUT,
-    ControlGroup,
-    PortableError,
-    attempt,
-    portable,
-    raise_first,
-)
+from holdfast.trainer.ranks import collective
 from holdfast.trainer.ranks.identity import Identity
 from holdfast.trainer.ranks.rank_context import RankContext
 from holdfast.trainer.state.run_state import FRAMEWORK, PROGRAM, Restored
@@ -75,7 +67,7 @@ FALLBACKS_MAX: Final = 100
 NAP_MIN_S: Final = 0.001
 NAP_MAX_S: Final = 0.5
 NAP_SHARE: Final = 0.1
-STALLED_S: Final = TIMEOUT.total_seconds()
+STALLED_S: Final = collective.TIMEOUT.total_seconds()
 
 T = TypeVar("T")
 
@@ -127,7 +119,7 @@ class _Job:
         return self.value
 
     def _run(self) -> None:
-        self.value, self.error = attempt(self._act)
+        self.value, self.error = collective.attempt(self._act)
         self.is_done = True
         self._ended.set()
 
@@ -141,7 +133,7 @@ class SharedWork:
 
     def __init__(
         self,
-        ranks: ControlGroup,
+        ranks: collective.ControlGroup,
         parts: Mapping[str, Callable[..., Any]],
         *,
         stalled_s: float = STALLED_S,
@@ -226,13 +218,17 @@ class SharedWork:
 
     def _answer(self, part: _Job, *, is_leading: bool) -> None:
         """Give the results of all ranks to the function that asked for them."""
-        own = (part.value, portable(part.error))
-        outcomes: list[tuple[Any, PortableError | None]] = self._ranks.gather(lambda: own)
+        own = (part.value, collective.portable(part.error))
+        outcomes: list[tuple[Any, collective.PortableError | None]] = self._ranks.gather(
+            lambda: own
+        )
         if not is_leading:
             return
         errors = [error for _, error in outcomes]
         damage = [e if e and e[0] == DamagedCheckpointError.__name__ else None for e in errors]
-        _, error = attempt(lambda: raise_first(part.error, damage if any(damage) else errors))
+        _, error = collective.attempt(
+            lambda: collective.raise_first(part.error, damage if any(damage) else errors)
+        )
         self._answers.put(error or [value for value, _ in outcomes])
 
     def _stalled(self, lines: list[_Line]) -> AgreementError:
@@ -252,7 +248,7 @@ class Preparation:
     Only the function that `lead` runs calls `verify` and `fetch`.
     """
 
-    def __init__(self, identity: Identity, ranks: ControlGroup, tiers: Tiers) -> None:
+    def __init__(self, identity: Identity, ranks: collective.ControlGroup, tiers: Tiers) -> None:
         self._identity, self._tiers = identity, tiers
         self._place = (identity.rank, identity.world_size)
         if tiers.local:
@@ -352,7 +348,7 @@ class _Choice:
 
 def resume(
     context: RankContext,
-    ranks: ControlGroup,
+    ranks: collective.ControlGroup,
     load: Load,
     recorder: Recorder,
     *,
@@ -437,7 +433,7 @@ def _report(
 
 
 def load_tensors(
-    ranks: ControlGroup,
+    ranks: collective.ControlGroup,
     state: TrainState,
     directory: Path,
     manifest: Manifest,
@@ -456,7 +452,7 @@ def load_tensors(
 
 
 def load_opened(
-    ranks: ControlGroup, state: TrainState, opened: Opened, document: Mapping[str, Any]
+    ranks: collective.ControlGroup, state: TrainState, opened: Opened, document: Mapping[str, Any]
 ) -> tuple[list[Restored], Sequence[str]]:
     """Load an open checkpoint into `state`, without the excluded parts that do not fit."""
     while True:
@@ -564,7 +560,7 @@ def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) 
         choice = search.choose()
         if choice.directory is None or choice.manifest is None:
             break
-        held.enter_context(reading(choice.directory))
+        held.enter_context(leases.reading(choice.directory))
         if _is_gone(choice.directory / MANIFEST):
             continue
         try:
@@ -590,6 +586,6 @@ def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) 
 def _is_gone(manifest: Path) -> bool:
     """Return True if the manifest was deleted since. The load reports other storage errors."""
     try:
-        return not read_again(lambda: is_listed(manifest))
+        return not read_again(lambda: filesystems.is_listed(manifest))
     except OSError:
         return False

@@ -16,17 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from holdfast.contracts.disk import durable, reading
 from holdfast.contracts.disk.damage import find_damage, word_for
-from holdfast.contracts.disk.durable import create_bytes
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.manifest import Manifest, read_manifest
 from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.disk.paths import FETCHING, MANIFEST, CheckpointName, RunPaths
-from holdfast.contracts.disk.reading import read_again
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
+from holdfast.contracts.records import history, known_damage
 from holdfast.contracts.records.attempt import RunRecord, read_document
-from holdfast.contracts.records.history import excluded_checkpoints, load_events
-from holdfast.contracts.records.known_damage import damaged_checkpoints
 from holdfast.trainer.mirror.transfer import Remote, Retries, newest_remote, open_store
 
 # The choice of the checkpoint from which a run resumes. Rank 0 chooses, without torch.
@@ -66,9 +64,9 @@ def choose(
     origin = Path(record.forked_path) if record is not None and record.forked_path else start_from
     uid = record.uid if record is not None else None
     skipped: list[str] = []
-    events = load_events(run)
-    known = damaged_checkpoints(events)
-    candidates = _candidates(run, uid, excluded_checkpoints(events), passed, skipped)
+    events = history.load_events(run)
+    known = known_damage.damaged_checkpoints(events)
+    candidates = _candidates(run, uid, history.excluded_checkpoints(events), passed, skipped)
     found = next(candidates, None)
     while found is not None:
         directory, manifest = found
@@ -124,7 +122,7 @@ def inspect(
     With `run_uid`, the manifest must belong to that run.
     """
     try:
-        manifest = read_again(lambda: read_manifest(directory))
+        manifest = reading.read_again(lambda: read_manifest(directory))
     except DamagedCheckpointError as error:
         return None, _describe(error.damaged)
     except OSError as error:
@@ -209,7 +207,7 @@ class Search:
         url = self.tiers.location(self.run.name, self.run_uid)
         retries = Retries()
         store = retries.do(open_store, url)
-        without = set(excluded_checkpoints(load_events(self.run)))
+        without = set(history.excluded_checkpoints(history.load_events(self.run)))
         without |= {path.stem for path in self.run.tombstones.glob("*.json")}
         newer_than, lines = _name_of(here, self.run_uid), list(here.skipped)
         for _ in range(CANDIDATES_MAX):
@@ -253,7 +251,7 @@ class Search:
 
         It may be newer than the mirror's."""
         folder = self.tiers.node_folder(self.run.name, self.run_uid)
-        excluded = excluded_checkpoints(load_events(self.run))
+        excluded = history.excluded_checkpoints(history.load_events(self.run))
         for directory in reversed(self.run.list_checkpoints()):
             if self.nodes > 1 or folder is None:
                 break
@@ -261,9 +259,9 @@ class Search:
             if directory.name in excluded or str(files) in self.passed or not files.is_dir():
                 continue
             with contextlib.suppress(DamagedCheckpointError, OSError):
-                manifest = read_again(partial(read_manifest, directory))
+                manifest = reading.read_again(partial(read_manifest, directory))
                 if manifest is not None and not self.find(files, manifest):
-                    create_bytes(files / MANIFEST, (directory / MANIFEST).read_bytes())
+                    durable.create_bytes(files / MANIFEST, (directory / MANIFEST).read_bytes())
                     return ResumeChoice(files, manifest, ())
         return ResumeChoice(None, None, ())
 

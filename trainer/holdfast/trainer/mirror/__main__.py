@@ -8,15 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from holdfast.contracts import errors
 from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.disk.mirrors import checkpoint_folder, checkpoint_key, tombstone_key
 from holdfast.contracts.disk.paths import CheckpointName
-from holdfast.contracts.errors import (
-    DamagedCheckpointError,
-    HoldfastError,
-    MirrorError,
-    NotFoundError,
-)
 from holdfast.trainer.mirror import transfer
 from holdfast.trainer.mirror.store import EntryCheck, MirrorStore
 
@@ -78,7 +73,7 @@ def verify(store: MirrorStore, name: str) -> dict[str, Any]:
             continue
         try:
             retries.do(_read, store, key, entry)
-        except DamagedCheckpointError as error:
+        except errors.DamagedCheckpointError as error:
             damaged += error.damaged
     files = len(remote.manifest.files)
     return {"ok": not damaged, "checkpoint": remote.manifest.id, "files": files, "damaged": damaged}
@@ -88,12 +83,12 @@ def push(store: MirrorStore, directory: Path) -> dict[str, Any]:
     """Copy a committed checkpoint to the mirror, and continue an earlier unfinished copy."""
     upload, retries = transfer.read_upload(directory, None), transfer.Retries()
     if upload is None:
-        raise NotFoundError(f"{directory}: no committed checkpoint in this directory")
+        raise errors.NotFoundError(f"{directory}: no committed checkpoint in this directory")
     sent = transfer.send_files(store, upload, retries=retries)
     missing = transfer.missing_files(store, upload, retries=retries)
     if missing:
         absent = ", ".join(missing[:5])
-        raise MirrorError(f"{directory}: files are neither here nor in the mirror: {absent}")
+        raise errors.MirrorError(f"{directory}: files are neither here nor in the mirror: {absent}")
     transfer.commit(store, upload, retries=retries)
     return {"pushed": upload.name, "bytes": sent}
 
@@ -108,14 +103,16 @@ def _read(store: MirrorStore, key: str, entry: FileEntry) -> None:
 def _remote(store: MirrorStore, name: str) -> transfer.Remote:
     remote = transfer.read_remote(store, _parse(name), None, retries=transfer.Retries())
     if remote is None:
-        raise NotFoundError(f"{name} is not committed in this mirror; `list` shows what is")
+        raise errors.NotFoundError(f"{name} is not committed in this mirror; `list` shows what is")
     return remote
 
 
 def _parse(name: str) -> CheckpointName:
     parsed = CheckpointName.parse(name)
     if parsed is None:
-        raise MirrorError(f"{name!r}: expected a checkpoint directory name like step-….a….l…")
+        raise errors.MirrorError(
+            f"{name!r}: expected a checkpoint directory name like step-….a….l…"
+        )
     return parsed
 
 
@@ -151,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         answer = _act(given)
-    except (HoldfastError, OSError) as error:
+    except (errors.HoldfastError, OSError) as error:
         answer = {"error": str(error)}
     print(json.dumps(answer))
     return 1 if "error" in answer or answer.get("ok") is False else 0

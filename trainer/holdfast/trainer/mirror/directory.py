@@ -14,14 +14,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from holdfast.contracts.disk.durable import (
-    create_bytes,
-    fsync_directory,
-    make_directory,
-    write_bytes,
-)
+from holdfast.contracts.disk import durable, reading
 from holdfast.contracts.disk.manifest import FileEntry
-from holdfast.contracts.disk.reading import is_mine
 from holdfast.contracts.errors import MirrorError
 from holdfast.trainer.mirror import store
 
@@ -40,7 +34,7 @@ class DirectoryStore:
         # False once the file system has refused to share blocks between files.
         self._shares = True
         # Where many users can write, another user may have created the directory first.
-        if self._root.exists() and not is_mine(self._root):
+        if self._root.exists() and not reading.is_mine(self._root):
             raise MirrorError(
                 f"{url}: belongs to another user, so it is not trusted. Name a mirror that others "
                 "cannot write, or move that directory away"
@@ -53,7 +47,7 @@ class DirectoryStore:
         temporary = target.with_name(f"{target.name}{UNFINISHED}")
         shared = 0
         with store.wrap_errors(self._url, f"writing {key}", OSError):
-            make_directory(target.parent)
+            durable.make_directory(target.parent)
             try:
                 with (
                     open(temporary, "w+b", buffering=0) as stream,
@@ -75,21 +69,21 @@ class DirectoryStore:
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
-            fsync_directory(target.parent)
+            durable.fsync_directory(target.parent)
         return shared
 
     def put_new(self, key: str, content: bytes) -> bool:
         target = self._root / key
         with store.wrap_errors(self._url, f"creating {key}", OSError):
-            make_directory(target.parent)
+            durable.make_directory(target.parent)
             # A manifest commits the copy, so it must not replace another one.
-            return create_bytes(target, content)
+            return durable.create_bytes(target, content)
 
     def put(self, key: str, content: bytes) -> None:
         target = self._root / key
         with store.wrap_errors(self._url, f"writing {key}", OSError):
-            make_directory(target.parent)
-            write_bytes(target, content)
+            durable.make_directory(target.parent)
+            durable.write_bytes(target, content)
 
     def read(self, key: str) -> bytes | None:
         with store.wrap_errors(self._url, f"reading {key}", OSError):

@@ -19,20 +19,8 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from holdfast.contracts.disk.durable import (
-    create_bytes,
-    fsync_directory,
-    make_directory,
-    write_bytes,
-)
+from holdfast.contracts.disk import durable, mirrors
 from holdfast.contracts.disk.manifest import FileEntry, Manifest
-from holdfast.contracts.disk.mirrors import (
-    MirrorRecord,
-    checkpoint_folder,
-    checkpoint_key,
-    tombstone_key,
-    write_record,
-)
 from holdfast.contracts.disk.paths import FETCHING, MANIFEST, CheckpointName
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 from holdfast.trainer.mirror.store import (
@@ -118,10 +106,10 @@ def send_files(
     """
     # A deletion may have overtaken this upload, which waits in a queue.
     _refuse_deleted(store, upload, retries)
-    there = retries.do(store.sizes, checkpoint_folder(upload.name))
+    there = retries.do(store.sizes, mirrors.checkpoint_folder(upload.name))
     sent = 0
     for entry in upload.entries:
-        key = checkpoint_key(upload.name, entry.path)
+        key = mirrors.checkpoint_key(upload.name, entry.path)
         # An object is complete or absent, so the size is enough, see decision 13.
         if there.get(key) == entry.bytes:
             continue
@@ -137,16 +125,16 @@ def _former_file(entry: FileEntry, former: Manifest | None) -> FormerFile | None
     other = next((one for one in files if one.path == entry.path), None)
     if former is None or other is None or not (parts := equal_parts(entry, other)):
         return None
-    return FormerFile(checkpoint_key(former.name, other.path), parts)
+    return FormerFile(mirrors.checkpoint_key(former.name, other.path), parts)
 
 
 def missing_files(store: MirrorStore, upload: Upload, *, retries: Retries) -> list[str]:
     """Return the checkpoint's files, of all nodes, that the mirror lacks at their full size."""
-    there = retries.do(store.sizes, checkpoint_folder(upload.name))
+    there = retries.do(store.sizes, mirrors.checkpoint_folder(upload.name))
     return [
         entry.path
         for entry in upload.manifest.files
-        if there.get(checkpoint_key(upload.name, entry.path)) != entry.bytes
+        if there.get(mirrors.checkpoint_key(upload.name, entry.path)) != entry.bytes
     ]
 
 
@@ -157,7 +145,7 @@ def commit(store: MirrorStore, upload: Upload, *, retries: Retries) -> None:
     """
     # Again, because the other nodes' files can take half an hour.
     _refuse_deleted(store, upload, retries)
-    key = checkpoint_key(upload.name)
+    key = mirrors.checkpoint_key(upload.name)
     # The manifest has the same bytes everywhere, so a request whose answer was lost can be
     # repeated, see decision 13.
     if retries.do(store.put_new, key, upload.content):
@@ -171,7 +159,7 @@ def commit(store: MirrorStore, upload: Upload, *, retries: Retries) -> None:
 
 
 def _refuse_deleted(store: MirrorStore, upload: Upload, retries: Retries) -> None:
-    if retries.do(store.read, tombstone_key(upload.name)) is not None:
+    if retries.do(store.read, mirrors.tombstone_key(upload.name)) is not None:
         raise MirrorError(f"{upload.name} was deleted from the mirror and is not uploaded again")
 
 
@@ -242,7 +230,7 @@ def read_remote(
 
     Raises `DamagedCheckpointError` if its manifest belongs to another name or run.
     """
-    content = retries.do(store.read, checkpoint_key(str(name)))
+    content = retries.do(store.read, mirrors.checkpoint_key(str(name)))
     if content is None:
         return None
     try:
@@ -301,11 +289,11 @@ def fetch(
 
 def begin_fetch(remote: Remote, directory: Path) -> None:
     """Create the folders, and mark the directory as one that is being fetched."""
-    make_directory(directory)
+    durable.make_directory(directory)
     # The mark tells a fetch that was cut off from a save that was never committed.
-    write_bytes(directory / FETCHING, b"{}\n")
+    durable.write_bytes(directory / FETCHING, b"{}\n")
     for parent in _parents(directory, remote.manifest.files):
-        make_directory(parent)
+        durable.make_directory(parent)
 
 
 def fetch_files(
@@ -330,17 +318,19 @@ def fetch_files(
         read_bytes = sum(pool.map(bring, files))
     # Durable before the manifest, which `finish_fetch` writes.
     for parent in _parents(directory, files):
-        fsync_directory(parent)
+        durable.fsync_directory(parent)
     return read_bytes
 
 
 def finish_fetch(remote: Remote, directory: Path, *, url: str, seconds: float) -> None:
     """Make the directory a checkpoint once all its files are durable: write the manifest."""
     size = remote.manifest.bytes
-    record = MirrorRecord(url=url, bytes=size, seconds=round(seconds, 6), mirrored_at=time.time())
-    write_record(directory, record)
+    record = mirrors.MirrorRecord(
+        url=url, bytes=size, seconds=round(seconds, 6), mirrored_at=time.time()
+    )
+    mirrors.write_record(directory, record)
     # Last, and exclusive: another process may have fetched the same checkpoint.
-    create_bytes(directory / MANIFEST, remote.content)
+    durable.create_bytes(directory / MANIFEST, remote.content)
     (directory / FETCHING).unlink(missing_ok=True)
 
 
@@ -364,7 +354,9 @@ def _bring(
     temporary = target.with_name(f"{target.name}.tmp")
     check = EntryCheck(entry)
     with open(temporary, "wb", buffering=0) as stream:
-        for piece in store.pieces(checkpoint_key(remote.manifest.name, entry.path), entry.bytes):
+        for piece in store.pieces(
+            mirrors.checkpoint_key(remote.manifest.name, entry.path), entry.bytes
+        ):
             check.update(piece)
             write_all(stream.fileno(), piece)
             took(len(piece))

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.disk.durable import make_directory
-from holdfast.contracts.disk.file_locks import locked
+from holdfast.contracts.disk import durable, file_locks
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.manifest import Manifest, read_manifest
 from holdfast.contracts.disk.mirrors import MirrorRecord, Tiers, read_record, write_record
@@ -293,9 +292,11 @@ class MirrorWorker:
     @contextlib.contextmanager
     def _alone(self, run: RunPaths) -> Iterator[None]:
         """Hold a lock so that one flusher at a time sends a node's files, even after a restart."""
-        make_directory(run.directory / "mirror")
+        durable.make_directory(run.directory / "mirror")
         path = run.directory / "mirror" / f"node-{self._node:04d}.lock"
-        with locked(path, PEERS_WAIT_S, below=run.directory, owner_only=True) as is_locked:
+        with file_locks.locked(
+            path, PEERS_WAIT_S, below=run.directory, owner_only=True
+        ) as is_locked:
             if not is_locked:
                 raise MirrorError(f"another flusher held {path} for {PEERS_WAIT_S:.0f} s")
             yield

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.node.handshake import parse_ports
-from holdfast.contracts.node.limits import free_memory
+from holdfast.contracts.node import handshake, limits
 from holdfast.trainer.neighbour.line import Line, call
 from holdfast.trainer.neighbour.node_copy import NodeCopy, copy_slots
 from holdfast.trainer.neighbour.receiver import RESERVE_BYTES, STRANGE, CopyReceiver, name_files
@@ -210,7 +209,7 @@ class Sender:
         raise ConnectionAbortedError("another round begins")
 
     def _copy(self, launch: int, slots: Sequence[Slot]) -> NodeCopy | None:
-        size, free = sum(len(slot.data) for slot in slots), free_memory()
+        size, free = sum(len(slot.data) for slot in slots), limits.free_memory()
         if free is not None and free - size < RESERVE_BYTES:
             raise MemoryError(
                 f"{free >> 20} MiB of memory are free on this node, but a copy takes "
@@ -301,7 +300,7 @@ class Exchange:
             self._receiver.listen(
                 address_of(folder, node),
                 launch,
-                ports=parse_ports(str(message.get("ports", "any"))),
+                ports=handshake.parse_ports(str(message.get("ports", "any"))),
                 addresses=message.get("addresses", ()),
             )
         except (OSError, HoldfastError) as error:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.disk.durable import to_json, write_bytes
-from holdfast.contracts.node.handshake import listen, own_addresses
-from holdfast.contracts.node.limits import free_memory
+from holdfast.contracts.node import handshake, limits
 from holdfast.trainer.neighbour.line import Line, answer
 from holdfast.trainer.neighbour.node_copy import PIECE_BYTES, CopyBlock, NodeCopy
 
@@ -54,10 +53,10 @@ class CopyReceiver:
         self._launch, self._is_frozen = launch, False
         if self._listener is not None:
             self._listener.close()
-        self._listener = listener = listen(ports, BACKLOG)
+        self._listener = listener = handshake.listen(ports, BACKLOG)
         token = secrets.token_bytes(32)
         document = {
-            "addresses": list(addresses) or own_addresses(),
+            "addresses": list(addresses) or handshake.own_addresses(),
             "port": int(listener.getsockname()[1]),
             "token": token.hex(),
         }
@@ -180,7 +179,7 @@ class CopyReceiver:
     def _make_room(self, owner: int, record: Mapping[str, Any]) -> NodeCopy:
         """Return an empty copy for a record. Raises `MemoryError` if it would not fit."""
         copied = NodeCopy.of_record(record)
-        free = free_memory()
+        free = limits.free_memory()
         if copied.node != owner:
             copied.close()
             raise ValueError(f"a copy of node {copied.node}, expected {owner}")

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer.format.metadata import parse_metadata
 from holdfast.trainer.format.opcodes import dump_metadata
-from holdfast.trainer.planning.global_plan import offsets_of
+from holdfast.trainer.planning import global_plan, rank_rows, ranks
 from holdfast.trainer.planning.layout import (
     Layout,
     NumberEntry,
@@ -34,8 +34,6 @@ from holdfast.trainer.planning.layout import (
     make_template,
     plan_layout,
 )
-from holdfast.trainer.planning.rank_rows import NUMBER_ROOM_BYTES
-from holdfast.trainer.planning.ranks import all_or_none, raise_problems
 from holdfast.trainer.planning.signature import Encoded, Signature, is_plain, room_of
 from holdfast.trainer.ranks.collective import HierarchicalGroup, attempt, problem_of
 from holdfast.trainer.ranks.identity import Identity
@@ -71,7 +69,7 @@ def plan_custom(
         # decision 8.
         return planner.create_local_plan()
 
-    own = all_or_none(tree, identity.rank, plan_own)
+    own = ranks.all_or_none(tree, identity.rank, plan_own)
     metadata: list[Metadata] = []
 
     def plan_all(everyones: list[SavePlan]) -> list[SavePlan]:
@@ -86,8 +84,8 @@ def plan_custom(
 
     plan, problem = _through_root(own, plan_all, stage_tree, identity.rank)
     # On all ranks, so that none of them waits in the next collective for a rank that has failed.
-    raise_problems(tree.agree(problem if stage_tree.is_root else None))
-    layout, values, storage = all_or_none(
+    ranks.raise_problems(tree.agree(problem if stage_tree.is_root else None))
+    layout, values, storage = ranks.all_or_none(
         tree, identity.rank, lambda: _place(planner, planner.finish_plan(plan), identity, any_bytes)
     )
     everywhere = stage_tree.gather_all(storage)
@@ -98,7 +96,7 @@ def plan_custom(
             whole = add_metadata(whole, _pickle(metadata[0], everywhere), identity.folder)
         return add_train_state(whole) if identity.rank == 0 else whole
 
-    return CustomPlan(all_or_none(tree, identity.rank, add_files), values)
+    return CustomPlan(ranks.all_or_none(tree, identity.rank, add_files), values)
 
 
 def _through_root(
@@ -133,7 +131,7 @@ def _place(
             entries.append(TensorEntry(key, shape, dtype, make_template(shape, dtype)))
     layout = plan_layout(identity.file_name, entries, Signature({}))
     lengths = [entry.length for entry in entries]
-    offsets = offsets_of(np.array(lengths, dtype=np.int64)).tolist()
+    offsets = global_plan.offsets_of(np.array(lengths, dtype=np.int64)).tolist()
     name = identity.file_name.removeprefix(identity.folder)
     storage = {
         item.index: _StorageInfo(name, offset, length)
@@ -149,7 +147,7 @@ def _bytes_of(data: Any) -> bytes:
 def _length_of(value: Any) -> int:
     """Return the bytes of a byte entry, with space for later values where that is possible."""
     if not isinstance(value, Encoded):
-        return len(encode_number(value)) + NUMBER_ROOM_BYTES
+        return len(encode_number(value)) + rank_rows.NUMBER_ROOM_BYTES
     # Only the zip that `torch.save` writes can be padded. A planner may resolve to other bytes.
     room = room_of(value) if is_padded_by_comment(value.content) else 0
     return len(value.content) + room

@@ -27,9 +27,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from holdfast.contracts.disk.durable import to_json
+from holdfast.contracts.disk import durable, paths
 from holdfast.contracts.disk.manifest import Manifest
-from holdfast.contracts.disk.paths import TRAIN_STATE
 from holdfast.contracts.errors import DamagedCheckpointError, SaveError
 from holdfast.trainer.format.metadata import METADATA, read_verified
 from holdfast.trainer.format.opcodes import STORAGE_META_BYTES_MAX
@@ -254,7 +253,7 @@ def files_of(
         # It replaces the last byte of `.metadata`, the last one of these files.
         files[-1] = replace(files[-1], bytes=files[-1].bytes + len(storage_meta) - 1)
     if layout.train_state_at is not None and train_state_bytes is not None:
-        files.append(FilePlace(TRAIN_STATE, layout.train_state_at, train_state_bytes))
+        files.append(FilePlace(paths.TRAIN_STATE, layout.train_state_at, train_state_bytes))
     return files
 
 
@@ -380,7 +379,7 @@ def encode_train_state(document: Mapping[str, Any]) -> bytes:
     Text is kept to the code point, so lone surrogates too, which other documents replace.
     """
     try:
-        content = to_json(dict(document), surrogates="backslashreplace")
+        content = durable.to_json(dict(document), surrogates="backslashreplace")
     except (TypeError, ValueError) as error:
         raise SaveError(
             f"the train state is not JSON: {error}; put tensors into the state. The train "
@@ -400,23 +399,23 @@ def read_train_state(directory: Path, manifest: Manifest | None) -> dict[str, An
     `manifest` is the checkpoint's, or None for stock DCP. Raises `DamagedCheckpointError` if the
     train state differs from the manifest, cannot be read, or is not a JSON object.
     """
-    path = directory / TRAIN_STATE
-    listed = manifest is not None and any(file.path == TRAIN_STATE for file in manifest.files)
+    path = directory / paths.TRAIN_STATE
+    listed = manifest is not None and any(file.path == paths.TRAIN_STATE for file in manifest.files)
     if not listed and not path.exists():
         return {}
     try:
         # Through the manifest: the file of another user may have changed since the commit.
-        content = read_verified(directory, TRAIN_STATE, manifest, TRAIN_STATE_BYTES_MAX)
+        content = read_verified(directory, paths.TRAIN_STATE, manifest, TRAIN_STATE_BYTES_MAX)
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(
             f"{path}: not JSON: {error}; resume from another checkpoint",
-            damaged=[f"{TRAIN_STATE}: {error}"],
+            damaged=[f"{paths.TRAIN_STATE}: {error}"],
         ) from error
     if not isinstance(parsed, dict):
         raise DamagedCheckpointError(
             f"{path}: contains a {type(parsed).__name__}, expected a JSON object; resume from "
             "another checkpoint",
-            damaged=[f"{TRAIN_STATE}: a {type(parsed).__name__}"],
+            damaged=[f"{paths.TRAIN_STATE}: a {type(parsed).__name__}"],
         )
     return parsed

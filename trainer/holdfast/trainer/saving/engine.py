@@ -23,9 +23,8 @@ from holdfast.contracts.environment import FLUSH_TIMEOUT_DEFAULT_S as SAVE_TIMEO
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.spec.checkpoint import write_limit
 from holdfast.trainer.placed import PlacedName, SavePlace
-from holdfast.trainer.planning.custom import plan_custom
+from holdfast.trainer.planning import custom, ranks
 from holdfast.trainer.planning.layout import Layout, local_part
-from holdfast.trainer.planning.ranks import all_or_none, check_memory, plan_together
 from holdfast.trainer.planning.signature import Columns, Flat, Joined, TensorFacts, flatten
 from holdfast.trainer.process import devices
 from holdfast.trainer.process.collector import pause_collection
@@ -331,7 +330,7 @@ class CheckpointEngine:
     def _build(self, state: dict[str, Any], timeout_s: float) -> None:
         """Plan with all ranks and open slots for the plan. All ranks succeed or all raise."""
         tree, stage_tree = self._trees
-        layout = plan_together(
+        layout = ranks.plan_together(
             state,
             identity=self._identity,
             tree=tree,
@@ -347,7 +346,7 @@ class CheckpointEngine:
         tree, stage_tree = self._trees
         # A planner may know no other mappings than dicts.
         state = {key: dict(its) if type(its) is Columns else its for key, its in state.items()}
-        made = plan_custom(
+        made = custom.plan_custom(
             planner,
             state,
             identity=self._identity,
@@ -356,7 +355,7 @@ class CheckpointEngine:
             any_bytes=self._any_bytes,
         )
         if tree.agree(None if self._layout == made.layout else "another layout"):
-            all_or_none(tree, self._identity.rank, lambda: self._release_old_stage(timeout_s))
+            ranks.all_or_none(tree, self._identity.rank, lambda: self._release_old_stage(timeout_s))
             self._open_stage(made.layout, made.values)
         return made.values
 
@@ -375,7 +374,7 @@ class CheckpointEngine:
 
     def _open_stage(self, layout: Layout, values: Mapping[str, Any]) -> None:
         tree, _ = self._trees
-        check_memory(tree, self._identity.node, layout.image_bytes, self.connection.staging)
+        ranks.check_memory(tree, self._identity.node, layout.image_bytes, self.connection.staging)
         self._mesh = dict(self._identity.mesh) or describe_mesh(values)
         who = self._identity
 
@@ -383,7 +382,7 @@ class CheckpointEngine:
             device = devices.find(local_part(values[place.key]) for place in layout.tensors)
             return Stage(self.connection, layout, device=device)
 
-        self._stage = all_or_none(tree, who.rank, open_it)
+        self._stage = ranks.all_or_none(tree, who.rank, open_it)
         if self._run is not None:
             self.connection.describe(layout, self._run.attempt(who.attempt).launch(who.launch))
         self._layout = layout

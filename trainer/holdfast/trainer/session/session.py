@@ -29,14 +29,7 @@ from torch.optim import Optimizer
 
 from holdfast.contracts.deprecated import warn_deprecated
 from holdfast.contracts.node.rank_status import NOWHERE, Phase
-from holdfast.trainer.arguments import (
-    check_best,
-    check_kinds,
-    check_program,
-    check_seed,
-    truth,
-    whole,
-)
+from holdfast.trainer import arguments
 from holdfast.trainer.data.order import Batch
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler, check_order
@@ -147,12 +140,12 @@ class Session(StreamMethods):
         if the checkpoint does not fit the program, `DamagedCheckpointError` if no undamaged one is
         left, `SessionError` if this process has an open Session, and `SpecError` for an argument.
         """
-        check_best(best)
-        check_program(model, optimizer, scheduler, extra, per_rank)
-        check_kinds(mesh=mesh, planner=planner, directory=directory)
+        arguments.check_best(best)
+        arguments.check_program(model, optimizer, scheduler, extra, per_rank)
+        arguments.check_kinds(mesh=mesh, planner=planner, directory=directory)
         fit = ResumeFit.of(strict=strict, rename=rename, exclude=exclude)
         settings = Settings.of(interval, snapshots, overlap, staging)
-        self.seed, self._best_of = check_seed(seed), (best[0], best[1]) if best else None
+        self.seed, self._best_of = arguments.check_seed(seed), (best[0], best[1]) if best else None
         optimizers, schedulers = listed(optimizer), listed(scheduler)
         with claimed(self, self._abandon):
             self._optimizers = OptimizerSteps(map(unwrap, optimizers))
@@ -328,7 +321,7 @@ class Session(StreamMethods):
         have agreed to stop. By then the last checkpoint is committed. Raises `SaveError` if it
         could not be.
         """
-        loop, total = self._loop, whole(total, "total")
+        loop, total = self._loop, arguments.whole(total, "total")
         self._note_unknown_data()
         loop.leave_step()
         if not loop.is_in_epochs:
@@ -358,7 +351,7 @@ class Session(StreamMethods):
         Then `should_stop` is true, and the program must leave out the end of the epoch. Raises
         `SaveError` if the last checkpoint could not be committed.
         """
-        loop, position, total = self._loop, self._position, whole(total, "total")
+        loop, position, total = self._loop, self._position, arguments.whole(total, "total")
         loop.leave_step()
         loop.promise(epochs=total)
         position.begin_epochs(self._began_in[0], in_epoch=self._began_in[1])
@@ -503,8 +496,11 @@ class Session(StreamMethods):
         ranks. Raises `SpecError` if the ranks cannot share the global batch evenly, or if the
         dataset is smaller than the global batch.
         """
-        size, batch = whole(dataset_size, "dataset_size"), whole(global_batch, "global_batch")
-        return self._position.batch(size, batch, whole(ahead, "ahead"))
+        size, batch = (
+            arguments.whole(dataset_size, "dataset_size"),
+            arguments.whole(global_batch, "global_batch"),
+        )
+        return self._position.batch(size, batch, arguments.whole(ahead, "ahead"))
 
     @while_open
     def sampler(self, dataset_size: int, global_batch: int, total: int) -> ElasticSampler:
@@ -512,8 +508,11 @@ class Session(StreamMethods):
 
         An iteration begins with the current step. torchdata's `StatefulDataLoader` works too.
         """
-        size, batch = whole(dataset_size, "dataset_size"), whole(global_batch, "global_batch")
-        return self._position.sampler(size, batch, whole(total, "total"))
+        size, batch = (
+            arguments.whole(dataset_size, "dataset_size"),
+            arguments.whole(global_batch, "global_batch"),
+        )
+        return self._position.sampler(size, batch, arguments.whole(total, "total"))
 
     @while_open
     def distributed_sampler(
@@ -525,8 +524,11 @@ class Session(StreamMethods):
         global_batch / ranks, or less for gradient accumulation. Raises `SpecError` if it does not
         divide that number.
         """
-        size, batch = whole(dataset_size, "dataset_size"), whole(global_batch, "global_batch")
-        part = None if batch_size is None else whole(batch_size, "batch_size", least=1)
+        size, batch = (
+            arguments.whole(dataset_size, "dataset_size"),
+            arguments.whole(global_batch, "global_batch"),
+        )
+        part = None if batch_size is None else arguments.whole(batch_size, "batch_size", least=1)
         return self._position.distributed_sampler(size, batch, part)
 
     @staticmethod
@@ -583,7 +585,7 @@ class Session(StreamMethods):
         stopping. Pass `may_end_early=False` where code of a framework calls it, whatever the reason
         why training ended: an end before the promised number of steps is then incomplete.
         """
-        truth(may_end_early, "may_end_early")
+        arguments.truth(may_end_early, "may_end_early")
         if self._life.is_over:
             return
         if self.has_failed:

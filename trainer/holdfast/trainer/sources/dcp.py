@@ -16,16 +16,11 @@ from holdfast.trainer.format.saved_boxes import NO_FILE
 from holdfast.trainer.loading.stock import needs_stock
 from holdfast.trainer.loading.targets import form_of
 from holdfast.trainer.planning.compare_keys import is_of_one_rank, shorten
-from holdfast.trainer.sources.tensors import (
-    ByteSegment,
-    SourceFiles,
-    SourcePart,
-    contiguous_strides,
-)
+from holdfast.trainer.sources import tensors
 from holdfast.trainer.sources.torch_file import WEIGHTS, Stored, open_torch
 
 
-def read_dcp(files: SourceFiles) -> tuple[list[SourcePart], list[str]]:
+def read_dcp(files: tensors.SourceFiles) -> tuple[list[tensors.SourcePart], list[str]]:
     """Return the weights in the DCP directory at the base of `files`, and what else it has.
 
     A checkpoint with a manifest is verified first. Raises `CheckpointError` if the directory is no
@@ -129,8 +124,8 @@ def _tensors(
 
 
 def _parts(
-    opened: Opened, key: str, name: str, files: SourceFiles, handles: Mapping[str, int]
-) -> Iterable[SourcePart]:
+    opened: Opened, key: str, name: str, files: tensors.SourceFiles, handles: Mapping[str, int]
+) -> Iterable[tensors.SourcePart]:
     entry = opened.metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     boxes, shape, dtype = opened.boxes.by_key[key], tuple(entry.size), entry.properties.dtype
@@ -148,9 +143,11 @@ def _parts(
     for (offsets, sizes), file, at, length in rows:
         path = opened.boxes.files[file]
         stored = _stored(handles[path], at, length, dtype, tuple(sizes), f"{files.base}: {key}")
-        segment = ByteSegment(path, stored.offset, stored.extent)
+        segment = tensors.ByteSegment(path, stored.offset, stored.extent)
         strides = None if stored.is_contiguous else stored.strides
-        yield SourcePart(name, dtype, shape, tuple(offsets), tuple(sizes), (segment,), strides)
+        yield tensors.SourcePart(
+            name, dtype, shape, tuple(offsets), tuple(sizes), (segment,), strides
+        )
 
 
 def _stored(
@@ -161,7 +158,7 @@ def _stored(
     # The entry has the exact form that torch writes for a dense tensor. Any other entry is read as
     # a pickle, without running it, see decision 28.
     if length == expected and os.pread(handle, data_at, at) in heads:
-        return Stored(dtype, sizes, contiguous_strides(sizes), at + data_at)
+        return Stored(dtype, sizes, tensors.contiguous_strides(sizes), at + data_at)
     value = open_torch(handle, at, length, where)
     if not isinstance(value, Stored) or (value.dtype, value.sizes) != (dtype, sizes):
         raise DamagedCheckpointError(

@@ -11,11 +11,7 @@ from typing import Any, Final
 from holdfast.contracts.errors import CheckpointError, ForeignFileError
 from holdfast.trainer.format.metadata import METADATA
 from holdfast.trainer.planning.compare_keys import shorten
-from holdfast.trainer.sources import tensors
-from holdfast.trainer.sources.dcp import read_dcp
-from holdfast.trainer.sources.deepspeed_zero import is_zero_folder, read_zero
-from holdfast.trainer.sources.safetensors_file import read_safetensors
-from holdfast.trainer.sources.torch_file import read_torch
+from holdfast.trainer.sources import dcp, deepspeed_zero, safetensors_file, tensors, torch_file
 
 AUTO: Final = "auto"
 SAFETENSORS: Final = "safetensors"
@@ -53,10 +49,10 @@ def open_source(place: Path, form: str = AUTO, *, reads_dcp: bool = True) -> ten
         )
     if found == DCP:
         files = tensors.SourceFiles(directory)
-        parts, left_out = read_dcp(files) if reads_dcp else ([], [])
+        parts, left_out = dcp.read_dcp(files) if reads_dcp else ([], [])
     elif found == DEEPSPEED:
         files = tensors.SourceFiles(directory)
-        parts, left_out = read_zero(files, directory, names)
+        parts, left_out = deepspeed_zero.read_zero(files, directory, names)
     else:
         files = tensors.SourceFiles.of(directory)
         parts, left_out = _read_files(files, directory, found, names, is_file=place.is_file())
@@ -92,7 +88,7 @@ def _has(form: str, directory: Path, names: Sequence[str]) -> bool:
         # A checkpoint with pipeline stages has `.metadata` in the folder of each stage only.
         return METADATA in names or "pp0" in names
     if form == DEEPSPEED:
-        return is_zero_folder(directory, names)
+        return deepspeed_zero.is_zero_folder(directory, names)
     return any(name == _INDEX[form] or name.endswith(_SUFFIXES[form]) for name in names)
 
 
@@ -140,8 +136,8 @@ def _reader(
     form: str,
 ) -> Callable[[tensors.SourceFiles, str], tuple[list[tensors.SourcePart], list[str]]]:
     if form == TORCH:
-        return read_torch
-    return lambda files, path: (read_safetensors(files, path), [])
+        return torch_file.read_torch
+    return lambda files, path: (safetensors_file.read_safetensors(files, path), [])
 
 
 def _choose(directory: Path, form: str, names: Sequence[str]) -> list[str]:

@@ -23,15 +23,8 @@ from holdfast.trainer.loading.checkpoint import check_all
 from holdfast.trainer.loading.reader import LoadReport, load_state, open_together
 from holdfast.trainer.planning.compare_keys import Selection, shorten
 from holdfast.trainer.ranks.collective import ControlGroup, agree
+from holdfast.trainer.sources import find, tensors
 from holdfast.trainer.sources.dcp import weights_in
-from holdfast.trainer.sources.find import DCP, DEEPSPEED, open_source
-from holdfast.trainer.sources.tensors import (
-    MODEL,
-    SourcePart,
-    WeightsSource,
-    model_names,
-    model_rules,
-)
 from holdfast.trainer.state.train_state import TrainState
 
 # A source of weights in the form that the checkpoint reader loads from.
@@ -43,16 +36,16 @@ RUNS_MAX: Final = 1 << 20
 _Box = tuple[tuple[int, ...], tuple[int, ...], str, int]
 
 
-def opened_from(source: WeightsSource) -> Opened:
+def opened_from(source: tensors.WeightsSource) -> Opened:
     """Return the parts of a source as an opened checkpoint with the keys `model.<name>`.
 
     Raises `CheckpointError` for a tensor whose elements are scattered over the file.
     """
     numbers: dict[str, int] = {}
     boxes: dict[str, list[_Box]] = defaultdict(list)
-    first: dict[str, SourcePart] = {}
+    first: dict[str, tensors.SourcePart] = {}
     for part in source.parts:
-        key = f"{MODEL}{part.name}"
+        key = f"{tensors.MODEL}{part.name}"
         first.setdefault(key, part)
         boxes[key].extend(_boxes_of(part, source))
     by_key = {key: _table(found, first[key], numbers) for key, found in boxes.items()}
@@ -75,7 +68,7 @@ def opened_from(source: WeightsSource) -> Opened:
     return Opened(source.base, None, metadata, table, is_lean=True)
 
 
-def _table(found: Sequence[_Box], part: SourcePart, numbers: dict[str, int]) -> SavedBoxes:
+def _table(found: Sequence[_Box], part: tensors.SourcePart, numbers: dict[str, int]) -> SavedBoxes:
     """Return the boxes of one tensor as columns. New files get the next number."""
     dims, count = len(part.shape), len(found)
     offsets, sizes = (
@@ -91,7 +84,7 @@ def _table(found: Sequence[_Box], part: SourcePart, numbers: dict[str, int]) -> 
     )
 
 
-def _boxes_of(part: SourcePart, source: WeightsSource) -> Iterator[_Box]:
+def _boxes_of(part: tensors.SourcePart, source: tensors.WeightsSource) -> Iterator[_Box]:
     """Yield boxes whose elements are consecutive in the file, in row-major order."""
     (segment,) = part.segments
     if part.strides is None:
@@ -149,7 +142,11 @@ def load_pretrained(
     try:
         state = TrainState(model, [], rank=ranks.rank, world_size=ranks.world_size)
         opened = _open(place, ranks)
-        pick = replace(given, exclude=model_names(given.exclude), rename=model_rules(given.rename))
+        pick = replace(
+            given,
+            exclude=tensors.model_names(given.exclude),
+            rename=tensors.model_rules(given.rename),
+        )
         target, _ = agree(lambda: _target(state, opened, pick), ranks.group, lambda _: None)
         report = load_state(
             opened,
@@ -174,23 +171,23 @@ def _open(place: Path, ranks: ControlGroup) -> Opened:
     _, every = agree(read, ranks.group, lambda found: found)
     assert every[0] is not None
     form, opened = every[0]
-    if form != DCP:
+    if form != find.DCP:
         assert opened is not None
         return opened
     found = open_together(place, ranks.group)
-    names = {key: f"{MODEL}{name}" for key, name in weights_in(found)[0].items()}
+    names = {key: f"{tensors.MODEL}{name}" for key, name in weights_in(found)[0].items()}
     boxes = found.boxes.renamed(names)
     return replace(found, metadata=pick_entries(found.metadata, names), boxes=boxes)
 
 
 def _open_alone(place: Path) -> tuple[str, Opened | None]:
-    source = open_source(place, reads_dcp=False)
-    if source.form == DEEPSPEED:
+    source = find.open_source(place, reads_dcp=False)
+    if source.form == find.DEEPSPEED:
         raise CheckpointError(
             f"{place}: it is a DeepSpeed checkpoint, in which parameters are cut at any element; "
             "import it with `holdfast import`, and load the checkpoint that this makes"
         )
-    return source.form, None if source.form == DCP else opened_from(source)
+    return source.form, None if source.form == find.DCP else opened_from(source)
 
 
 def _target(state: TrainState, opened: Opened, pick: Selection) -> dict[str, Any]:
@@ -199,11 +196,11 @@ def _target(state: TrainState, opened: Opened, pick: Selection) -> dict[str, Any
     saved = {pick.renamed(k): entry for k, entry in opened.metadata.state_dict_metadata.items()}
     odd = []
     for name, value in target["model"].items():
-        entry = saved.get(f"{MODEL}{name}")
-        if isinstance(entry, dcp.TensorStorageMetadata) and pick.takes(f"{MODEL}{name}"):
+        entry = saved.get(f"{tensors.MODEL}{name}")
+        if isinstance(entry, dcp.TensorStorageMetadata) and pick.takes(f"{tensors.MODEL}{name}"):
             kinds = _kind(entry.properties.dtype), _kind(value.dtype)
             if kinds[0] != kinds[1]:
-                odd.append(f"{MODEL}{name}: {entry.properties.dtype} to {value.dtype}")
+                odd.append(f"{tensors.MODEL}{name}: {entry.properties.dtype} to {value.dtype}")
     if odd:
         raise KeyMismatchError(
             f"{opened.directory}: values would change their meaning: {shorten(odd)}; expected "

@@ -17,13 +17,7 @@ from typing import Any, Final
 import torch
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer.sources.tensors import (
-    ByteSegment,
-    SourceFiles,
-    SourcePart,
-    check_empty,
-    check_shape,
-)
+from holdfast.trainer.sources import tensors
 
 # The limit of the safetensors library itself.
 HEADER_BYTES_MAX: Final = 100_000_000
@@ -51,7 +45,7 @@ _FACTS: Final = frozenset({"dtype", "shape", "data_offsets"})
 METADATA: Final = "__metadata__"
 
 
-def read_safetensors(files: SourceFiles, path: str) -> list[SourcePart]:
+def read_safetensors(files: tensors.SourceFiles, path: str) -> list[tensors.SourcePart]:
     """Return the tensors of the safetensors file `path`, in the order of their bytes.
 
     Only the header is read. Raises `CheckpointError` if the file cannot be read, is cut short or
@@ -78,7 +72,7 @@ def read_safetensors(files: SourceFiles, path: str) -> list[SourcePart]:
 
 def parse_header(
     content: bytes, *, path: str, data_at: int, data_bytes: int, where: str
-) -> list[SourcePart]:
+) -> list[tensors.SourcePart]:
     """Return the tensors of a header. `data_at` and `data_bytes` are where the bytes lie.
 
     Raises `CheckpointError` for anything that the format does not allow.
@@ -94,7 +88,7 @@ def parse_header(
         )
     places = [facts.get("data_offsets") for facts in table.values() if isinstance(facts, dict)]
     pairs = [place for place in places if isinstance(place, list) and len(place) == 2]
-    check_empty(sum(begin == end for begin, end in pairs), where)
+    tensors.check_empty(sum(begin == end for begin, end in pairs), where)
     entries = [
         _entry(name, facts, path=path, data_at=data_at, where=where)
         for name, facts in table.items()
@@ -105,7 +99,7 @@ def parse_header(
     return entries
 
 
-def _entry(name: str, facts: Any, *, path: str, data_at: int, where: str) -> SourcePart:
+def _entry(name: str, facts: Any, *, path: str, data_at: int, where: str) -> tensors.SourcePart:
     if not isinstance(facts, dict) or facts.keys() != _FACTS:
         raise CheckpointError(
             f"{where}: {name}: expected the facts dtype, shape and data_offsets in the header"
@@ -116,7 +110,7 @@ def _entry(name: str, facts: Any, *, path: str, data_at: int, where: str) -> Sou
             f"{where}: {name}: its type is {str(facts['dtype'])[:40]}, expected one of "
             f"{', '.join(TYPES)}; convert it, or leave it out with --exclude before the export"
         )
-    shape = check_shape(name, facts["shape"], dtype, where)
+    shape = tensors.check_shape(name, facts["shape"], dtype, where)
     offsets = facts["data_offsets"]
     is_pair = isinstance(offsets, list) and len(offsets) == 2
     if not is_pair or not all(type(at) is int and at >= 0 for at in offsets):
@@ -128,10 +122,14 @@ def _entry(name: str, facts: Any, *, path: str, data_at: int, where: str) -> Sou
             f"{where}: {name}: its data_offsets hold {end - begin} bytes, but a tensor of "
             f"{facts['dtype']} and the shape {list(shape)} has {wanted}; write the file again"
         )
-    return SourcePart.whole(name, dtype, shape, [ByteSegment(path, data_at + begin, wanted)])
+    return tensors.SourcePart.whole(
+        name, dtype, shape, [tensors.ByteSegment(path, data_at + begin, wanted)]
+    )
 
 
-def _check_places(entries: Sequence[SourcePart], data_at: int, data_bytes: int, where: str) -> None:
+def _check_places(
+    entries: Sequence[tensors.SourcePart], data_at: int, data_bytes: int, where: str
+) -> None:
     """Raise `CheckpointError` unless the tensors follow each other and fill the file."""
     at = data_at
     for part in entries:

@@ -18,15 +18,7 @@ from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.topology import FIXED
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.staging.file_writers import Writer, bytes_writer, torch_writer
-from holdfast.trainer.state import plain, rng
-from holdfast.trainer.state.run_state import (
-    FRAMEWORK,
-    ElasticRows,
-    Restored,
-    SavedRows,
-    State,
-    TrainingProgress,
-)
+from holdfast.trainer.state import plain, rng, run_state
 
 # The format of `train_state.json` beside a framework's own files.
 FILES_FORMAT: Final = "files"
@@ -87,10 +79,10 @@ class StreamFiles:
 
     def __init__(self, ranks: ControlGroup) -> None:
         self._ranks = ranks
-        self._made: dict[str, ElasticRows] = {}
-        self._saved: dict[str, SavedRows] = {}
+        self._made: dict[str, run_state.ElasticRows] = {}
+        self._saved: dict[str, run_state.SavedRows] = {}
 
-    def add_rows(self, name: str, item: ElasticRows) -> SavedRows | None:
+    def add_rows(self, name: str, item: run_state.ElasticRows) -> run_state.SavedRows | None:
         """See `Streams`. Raises `CheckpointError` if the name is in use."""
         if not name or name in self._made:
             raise CheckpointError(f"name={name!r}: expected a name that no other stream has")
@@ -117,7 +109,7 @@ class StreamFiles:
         mine = range(self._ranks.rank, ranks, self._ranks.world_size)
         files = [plain.from_bytes((directory / _rows_of(rank)).read_bytes()) for rank in mine]
         self._saved |= {
-            name: SavedRows(dict(one), [rows[name] for rows in files])
+            name: run_state.SavedRows(dict(one), [rows[name] for rows in files])
             for name, one in facts.items()
         }
 
@@ -140,7 +132,9 @@ class FileState:
         """Return False: checkpoints have no further objects."""
         return False
 
-    def capture(self, progress: TrainingProgress) -> tuple[State, dict[str, Any]]:
+    def capture(
+        self, progress: run_state.TrainingProgress
+    ) -> tuple[run_state.State, dict[str, Any]]:
         """Return the writers of this rank's files, and the document, which rank 0 saves.
 
         All ranks call this together. Raises `SpecError` if the framework made other steps than the
@@ -148,14 +142,14 @@ class FileState:
         """
         # First, so that no file is written if framework and session disagree about the step.
         self._framework.check(progress.step)
-        files: State = dict(self._framework.collect())
+        files: run_state.State = dict(self._framework.collect())
         generators = rng.capture()
         files[_generators_of(self._ranks.rank)] = torch_writer(generators)
         rows, facts = self.streams.collect()
         files |= rows
         document = {
             "format": FILES_FORMAT,
-            FRAMEWORK: self._framework.name,
+            run_state.FRAMEWORK: self._framework.name,
             FACTS: self._framework.facts(),
             FIXED: self._framework.why_fixed(),
             STREAMS: facts,
@@ -166,7 +160,7 @@ class FileState:
 
     def load(
         self, directory: Path, document: Mapping[str, Any], scratch: Path
-    ) -> tuple[Restored, Sequence[str]]:
+    ) -> tuple[run_state.Restored, Sequence[str]]:
         """Restore a verified checkpoint. Every rank calls this. `scratch` is as in `SavedFiles`.
 
         Raises `CheckpointError` if another framework wrote it, or if it does not fit.
@@ -191,7 +185,7 @@ class FileState:
         self._generators.note()
         self._is_resumed = True
         parts = (self._framework.name, "rng", *self.streams.forgotten_rows())
-        return Restored(parts=parts, reseeded=is_reseeded), notes
+        return run_state.Restored(parts=parts, reseeded=is_reseeded), notes
 
     def rewind_generators(self, *, is_last: bool) -> list[str]:
         """Restore the random generators as resumed: see `rng.ResumedGenerators.rewind`."""
@@ -208,7 +202,7 @@ class FileState:
         return self._framework.weights()
 
     def _check_fit(self, directory: Path, document: Mapping[str, Any]) -> None:
-        wrote, ours = document.get(FRAMEWORK, "Session"), self._framework.name
+        wrote, ours = document.get(run_state.FRAMEWORK, "Session"), self._framework.name
         if wrote != ours:
             raise CheckpointError(
                 f"{directory}: {wrote} wrote this checkpoint, and this program uses {ours}. Use "

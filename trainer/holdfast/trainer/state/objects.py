@@ -25,7 +25,7 @@ from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.topology import FIXED
 from holdfast.trainer.data.sampler import is_of_grain
 from holdfast.trainer.process import devices
-from holdfast.trainer.state import plain
+from holdfast.trainer.state import plain, torchdata_loaders
 from holdfast.trainer.state.names import Named, Views, as_buffer, copy_unless_same, find_named
 from holdfast.trainer.state.run_state import ElasticRows, SavedRows
 from holdfast.trainer.state.torchdata_loaders import (
@@ -205,7 +205,9 @@ class Objects:
             kind = type(item).__name__
             # The number of ranks is recorded, because another number cannot use the rows.
             documents[name] = {plain.MARK: PER_RANK, "class": kind, "ranks": self._world_size}
-            tensors[self._row_key(name, self._rank)] = self._row(name, state_of(item))
+            tensors[self._row_key(name, self._rank)] = self._row(
+                name, torchdata_loaders.state_of(item)
+            )
         for name, rows in self._elastic.items():
             documents[name] = {
                 plain.MARK: STREAM,
@@ -347,7 +349,7 @@ class Objects:
 
     def _load(self, name: str, item: Stateful, state: Any) -> None:
         try:
-            item.load_state_dict(place_of(item, state))
+            item.load_state_dict(torchdata_loaders.place_of(item, state))
         except Exception as error:
             raise CheckpointError(
                 f"{name}: {type(item).__name__}.load_state_dict refused the checkpoint's state: "
@@ -439,7 +441,7 @@ def _stateful(name: str, item: Any) -> Stateful:
     if is_of_grain(item):
         return _grain_iterator(name, item)
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
-        check_samplers(name, item)
+        torchdata_loaders.check_samplers(name, item)
         if is_of_one_rank(item):
             check_kept_workers(item)
             check_stream_of_datasets(item)

@@ -28,10 +28,9 @@ from holdfast.contracts.errors import CheckpointError, KeyMismatchError, SaveErr
 from holdfast.trainer.planning.compare_keys import Selection
 from holdfast.trainer.planning.signature import flatten
 from holdfast.trainer.ranks.collective import ControlGroup
-from holdfast.trainer.state import fsdp1, own_loading, rng
+from holdfast.trainer.state import fsdp1, imported, not_restored, own_loading, rng
 from holdfast.trainer.state.forms import Forms, SavedOptimizer
 from holdfast.trainer.state.fresh import FIT, Fresh, ResumeFit, describe
-from holdfast.trainer.state.imported import FORMAT, find_ties, is_imported, names_in
 from holdfast.trainer.state.names import (
     Named,
     Views,
@@ -42,7 +41,6 @@ from holdfast.trainer.state.names import (
     is_fsdp1,
     merge_disjoint,
 )
-from holdfast.trainer.state.not_restored import warn_of_lost_states
 from holdfast.trainer.state.objects import EXTRA, SCHEDULER, Objects, Stateful, is_excluded
 from holdfast.trainer.state.optimizer_steps import StepWatch, group_sizes
 from holdfast.trainer.state.optimizers import (
@@ -152,14 +150,14 @@ class TrainState:
         self._is_fsdp1 = any(is_fsdp1(model) for model in self._models)
         self._check(find_all(self._models))
         if rank == 0:
-            warn_of_lost_states(self._models)
+            not_restored.warn_of_lost_states(self._models)
 
     def fit_for(self, document: Mapping[str, Any]) -> ResumeFit:
         """Return how to load the checkpoint of `document`."""
         left = self._objects.left_behind(document["objects"], self._fit.exclude)
         # The optimizer of an import has other names and layouts. A wrong guess would train
         # differently without an error, see decision 78.
-        if is_imported(document):
+        if imported.is_imported(document):
             left = [*left, OPTIMIZER]
         return self._fit.still_to_do(document).without([*left, *self._left_out])
 
@@ -246,7 +244,7 @@ class TrainState:
         if self._fresh is not None and (parted := self._fresh.find_parted(state, self._fit)):
             raise SaveError(describe(parted))
         document = {
-            "format": FORMAT,
+            "format": imported.FORMAT,
             **progress.as_document(),
             "world_size": self._world_size,
             "rng": sorted(generators),
@@ -286,14 +284,14 @@ class TrainState:
         `metadata` reads that checkpoint's metadata. It is called only if keys must be known. Raises
         `CheckpointError` for an object that cannot continue at this world size.
         """
-        if document.get("format") != FORMAT:
+        if document.get("format") != imported.FORMAT:
             raise CheckpointError(
                 f"train_state.json has format {document.get('format')!r}; this version of "
-                f"Holdfast reads {FORMAT}"
+                f"Holdfast reads {imported.FORMAT}"
             )
         fit = self.fit_for(document)
         pick = Selection(exclude=tuple(fit.exclude), rename=fit.rename, strict=fit.strict)
-        if is_imported(document) and metadata is not None:
+        if imported.is_imported(document) and metadata is not None:
             return self.weights_template(metadata(), pick)
         state = self.tensors(metadata, pick, document)
         saved_ranks = int(document["world_size"])
@@ -324,7 +322,9 @@ class TrainState:
 
     def leave_ties_out(self, state: State, metadata: Metadata, pick: Selection) -> None:
         """Remove tied names that were not saved from `state`. `put_back` sets them all the same."""
-        self._ties = find_ties(find_all(self._models).tensors, names_in(metadata, pick))
+        self._ties = imported.find_ties(
+            find_all(self._models).tensors, imported.names_in(metadata, pick)
+        )
         state[MODEL] = {key: t for key, t in state[MODEL].items() if key not in self._ties}
 
     def apply(self, state: State, document: Mapping[str, Any]) -> Restored:
@@ -332,7 +332,7 @@ class TrainState:
         fit = self.fit_for(document)
         exclude = fit.exclude
         parts = self.put_back(state, exclude, strict=fit.strict)
-        if is_imported(document):
+        if imported.is_imported(document):
             # The program's own random state continues, as in a run without a checkpoint.
             return Restored(parts=tuple(parts))
         saved = document["objects"]

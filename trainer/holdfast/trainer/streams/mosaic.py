@@ -17,7 +17,7 @@ from weakref import WeakSet
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.trainer.streams.lanes import kept_generators
+from holdfast.trainer.streams import lanes, seeds
 from holdfast.trainer.streams.loader import (
     Ranks,
     SkippedBatches,
@@ -27,7 +27,6 @@ from holdfast.trainer.streams.loader import (
     new_generator,
     without_workers,
 )
-from holdfast.trainer.streams.seeds import COLLATE, READ, key_of, seed_all
 
 # Attributes of a dataset that decide its order. A resume must find them unchanged.
 _FIXED: Final = (
@@ -226,8 +225,8 @@ class _Samples(IterableDataset[Any]):
         is_rank = get_worker_info() is None
 
         def seeded(number: int) -> tuple[int, Any]:
-            with kept_generators() if is_rank else nullcontext():
-                seed_all(key_of(READ, self._seed, self._epoch, int(number)))
+            with lanes.kept_generators() if is_rank else nullcontext():
+                seeds.seed_all(seeds.key_of(seeds.READ, self._seed, self._epoch, int(number)))
                 sample = read(number)
                 if self._transform is not None:
                     sample = self._transform(sample)
@@ -250,8 +249,8 @@ class _Collate:
     epoch: int
 
     def __call__(self, found: list[tuple[int, Any]]) -> tuple[Any]:
-        with kept_generators() if get_worker_info() is None else nullcontext():
-            seed_all(key_of(COLLATE, self.seed, self.epoch, found[0][0]))
+        with lanes.kept_generators() if get_worker_info() is None else nullcontext():
+            seeds.seed_all(seeds.key_of(seeds.COLLATE, self.seed, self.epoch, found[0][0]))
             return (self.collate([sample for _, sample in found]),)
 
 

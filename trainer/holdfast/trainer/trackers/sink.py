@@ -13,12 +13,11 @@ from typing import Any, Final
 
 from pydantic import Field
 
+from holdfast.contracts.disk import durable, reading
 from holdfast.contracts.disk.bounds import Count
-from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.journal_follow import JournalPlace, follow
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.node.reporting import report
 from holdfast.contracts.plain_text import counted
@@ -47,7 +46,7 @@ class LoggedStep:
         self._handle: int | None = None
         self.newest = NONE
         with contextlib.suppress(OSError, ValueError):
-            self.newest = int(read_bounded(self._path, DIGITS + 1))
+            self.newest = int(reading.read_bounded(self._path, DIGITS + 1))
 
     def record(self, step: int) -> None:
         """Record that the tracker has the metrics of `step`. Raises `OSError`.
@@ -55,7 +54,7 @@ class LoggedStep:
         The line outlives this process. It may be lost with the node: the steps then come twice.
         """
         if self._handle is None:
-            make_directory(self._path.parent)
+            durable.make_directory(self._path.parent)
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self._handle = os.open(self._path, flags, 0o644)
         os.pwrite(self._handle, f"{step:0{DIGITS}d}\n".encode(), 0)
@@ -127,7 +126,7 @@ class ReportedMetrics:
 
         Raises `OSError` if it cannot be written.
         """
-        make_directory(self._file.parent)
+        durable.make_directory(self._file.parent)
         write_document(self._file, TrackerPlace(last=self._last or {}))
 
 

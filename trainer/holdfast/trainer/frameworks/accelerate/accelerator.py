@@ -17,20 +17,13 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
-from holdfast.contracts.disk.filesystems import is_there
+from holdfast.contracts.disk import durable, filesystems
 from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import CheckpointError, NotFoundError, SpecError
 from holdfast.contracts.node.reporting import report
 from holdfast.trainer.frameworks.accelerate.loaders import is_loader, skip_first_batches, wrapped
+from holdfast.trainer.frameworks.program_loop import training
 from holdfast.trainer.frameworks.program_loop.progress import LoopProgress
-from holdfast.trainer.frameworks.program_loop.training import (
-    LoopMethods,
-    LoopTraining,
-    Parts,
-    Words,
-    one_model,
-)
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.streamed import undivided
 from holdfast.trainer.loading.checkpoint import find_directory, load_checkpoint
@@ -65,14 +58,16 @@ class AccelerateProgress(LoopProgress):
 SUPPORTED: Final = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
 
-class Training(LoopTraining):
+class Training(training.LoopTraining):
     """Connects an accelerator's objects to a `Session`.
 
     The session is opened by the first call that needs it: `epochs`, `resume` or `load_state`. By
     then the program has prepared and registered all its objects.
     """
 
-    words = Words(framework="an Accelerate", owner="accelerator", prepare="accelerator.prepare")
+    words = training.Words(
+        framework="an Accelerate", owner="accelerator", prepare="accelerator.prepare"
+    )
     shared_name = "accelerate"
     rank_name = "accelerate_fetches"
 
@@ -94,13 +89,13 @@ class Training(LoopTraining):
     def wrappers(self) -> list[nn.Module]:
         return self.wrapped
 
-    def parts(self) -> Parts:
+    def parts(self) -> training.Parts:
         self._check()
         accelerator = self._accelerator
         extra = {f"custom_{n}": each for n, each in enumerate(accelerator._custom_objects)}
         if accelerator.scaler is not None:
             extra["scaler"] = accelerator.scaler
-        return Parts(
+        return training.Parts(
             optimizers=accelerator._optimizers,
             schedulers=accelerator._schedulers,
             extra=extra,
@@ -147,7 +142,9 @@ class Training(LoopTraining):
             self._load_stock(require_stock(folder), load_stock)
         elif self._has_looped:
             optimizers = self._accelerator._optimizers
-            load_checkpoint(find_linked(link, folder), one_model(self.models()), optimizers)
+            load_checkpoint(
+                find_linked(link, folder), training.one_model(self.models()), optimizers
+            )
         else:
             # Nothing has been trained, so a session that starts from the checkpoint replaces it.
             self.start().abandon()
@@ -182,7 +179,7 @@ class Training(LoopTraining):
             )
 
 
-class Accelerator(LoopMethods[Training], accelerate.Accelerator):
+class Accelerator(training.LoopMethods[Training], accelerate.Accelerator):
     """An `Accelerator` that resumes automatically and stops on all ranks after the same step.
 
     Loop over `accelerator.epochs(n)` in place of `range(n)`. A step is complete when the program
@@ -384,7 +381,7 @@ class Folders:
     def want(self, folder: Path) -> None:
         """Link `folder` to the next checkpoint."""
         if self._is_main:
-            make_directory(folder)
+            durable.make_directory(folder)
         self._wanted.append(folder)
 
     def look(self, session: FrameworkSession) -> None:
@@ -395,7 +392,7 @@ class Folders:
             if self._is_main:
                 for folder in wanted:
                     self._link(session, checkpoint, folder)
-        if self._to_limit is not None and is_there(self._to_limit[1] / MANIFEST):
+        if self._to_limit is not None and filesystems.is_there(self._to_limit[1] / MANIFEST):
             delete_oldest(self._to_limit[0], self._configuration.total_limit)
             self._to_limit = None
 
@@ -403,7 +400,7 @@ class Folders:
         name = checkpoint.rpartition(":")[2]
         directory = RunPaths(session.run_directory).checkpoint(name)
         content = {"format": FORMAT, "checkpoint": checkpoint, "directory": str(directory)}
-        write_bytes(folder / LINK, to_json(content))
+        durable.write_bytes(folder / LINK, durable.to_json(content))
         session.keep_while_there(checkpoint, folder)
         configuration = self._configuration
         if configuration.automatic_checkpoint_naming and configuration.total_limit is not None:
@@ -458,7 +455,7 @@ def find_linked(link: FolderLink, folder: Path) -> Path:
             directory = find_directory(link.checkpoint)
         except NotFoundError as error:
             raise CheckpointError(f"{folder} links to {link.checkpoint}, but {error}") from error
-    if not is_there(directory / MANIFEST):
+    if not filesystems.is_there(directory / MANIFEST):
         raise CheckpointError(
             f"{folder} links to {link.checkpoint}, which was never committed: its launch ended "
             "before. Load another folder"

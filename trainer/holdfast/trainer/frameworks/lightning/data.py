@@ -41,28 +41,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 from holdfast.contracts.disk.digests import RunningDigest
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.records.topology import FIXED, GLOBAL_BATCHES
+from holdfast.trainer.frameworks import streamed
 from holdfast.trainer.frameworks.data_generators import DataGenerators
-from holdfast.trainer.frameworks.lightning.global_batch import (
-    SampleShare,
-    batch_size,
-    continue_share,
-    has_order,
-    limits_of,
-    sampler_of,
-)
+from holdfast.trainer.frameworks.lightning import global_batch
 from holdfast.trainer.frameworks.session import FrameworkSession
-from holdfast.trainer.frameworks.streamed import (
-    EVALUATED,
-    WAY_OUT,
-    has_shards,
-    is_stream,
-    stream_arguments,
-)
-from holdfast.trainer.state import rng
-from holdfast.trainer.state.torchdata_loaders import (
-    check_kept_workers,
-    check_stream_of_datasets,
-)
+from holdfast.trainer.state import rng, torchdata_loaders
 from holdfast.trainer.streams.convert import is_streaming_dataset
 from holdfast.trainer.streams.loader import EpochStream
 
@@ -77,7 +60,7 @@ _KEPT: Final = 4
 
 def can_be_stream(loader: Any) -> bool:
     """Return True for a loader that the session's own can replace."""
-    return is_stream(loader) and has_shards(loader.dataset)
+    return streamed.is_stream(loader) and streamed.has_shards(loader.dataset)
 
 
 class FitEpochs:
@@ -151,7 +134,7 @@ class TrainingStream:
         self.is_waiting = session is None
         if session is None:
             return
-        source, options = stream_arguments(loaders[0])
+        source, options = streamed.stream_arguments(loaders[0])
         if self.epochs is None:
             self.epochs = FitEpochs(self._make(session, source, options))
         elif not self.epochs.stream.reads(source):
@@ -374,8 +357,8 @@ class TrainingData:
             self._use_stream(combined)
         self._loaders = list(combined.flattened)
         for loader in filter(_has_state, self._loaders):
-            check_kept_workers(loader)
-            check_stream_of_datasets(loader)
+            torchdata_loaders.check_kept_workers(loader)
+            torchdata_loaders.check_stream_of_datasets(loader)
         self._prepare_to_read_again(combined)
         if self._resumes_inside:
             self._log.begin(self._loaders, list(self._saved_rank.get("draws", ())))
@@ -413,19 +396,19 @@ class TrainingData:
             return False
         if all(map(_has_state, self._loaders)):
             return not all(map(_has_length, self._loaders))
-        return len(self._loaders) != 1 or not has_order(self._loaders[0])
+        return len(self._loaders) != 1 or not global_batch.has_order(self._loaders[0])
 
     def _prepare_to_read_again(self, combined: Any) -> None:
         """Note the draws of loaders whose batches a resume reads again, and watch streams."""
         self._noted = None
         if not self._reads_again:
             return
-        for loader in filter(has_order, self._loaders):
+        for loader in filter(global_batch.has_order, self._loaders):
             if not isinstance(loader.batch_sampler, NotedSampler):
                 noted = NotedSampler(loader.batch_sampler, self._log)
                 # A DataLoader refuses assignments to its parts.
                 object.__setattr__(loader, "batch_sampler", noted)
-        if type(combined) is CombinedLoader and not any(map(has_order, self._loaders)):
+        if type(combined) is CombinedLoader and not any(map(global_batch.has_order, self._loaders)):
             is_here = not any(getattr(each, "num_workers", 0) for each in self._loaders)
             combined.__class__ = WatchedStreams if is_here else NotedStreams
         self._noted = combined if isinstance(combined, NotedStreams) else None
@@ -473,10 +456,12 @@ class TrainingData:
         """
         saved, trainer = self._saved.get("shares", ()), self._trainer
         number, self._created = self._created, self._created + 1
-        self._given[number:] = [batch_size(loader)]
+        self._given[number:] = [global_batch.batch_size(loader)]
         if number < len(saved) and not can_be_stream(loader):
-            former = SampleShare(**saved[number])
-            continue_share(loader, former, rank=trainer.global_rank, ranks=trainer.world_size)
+            former = global_batch.SampleShare(**saved[number])
+            global_batch.continue_share(
+                loader, former, rank=trainer.global_rank, ranks=trainer.world_size
+            )
         return loader
 
     def _use_stream(self, combined: Any) -> None:
@@ -487,8 +472,10 @@ class TrainingData:
         saved, trainer = self._saved.get("shares", ()), self._trainer
         for loader, former in zip(combined.flattened, saved, strict=False):
             if can_be_stream(loader) and not self.stream.is_waiting:
-                share = SampleShare(**former)
-                continue_share(loader, share, rank=trainer.global_rank, ranks=trainer.world_size)
+                share = global_batch.SampleShare(**former)
+                global_batch.continue_share(
+                    loader, share, rank=trainer.global_rank, ranks=trainer.world_size
+                )
 
     def check_evaluation(self) -> None:
         """Raise `SpecError` for an evaluation that would move the place of the training."""
@@ -496,20 +483,21 @@ class TrainingData:
         for loader in () if evaluation is None else evaluation.flattened:
             dataset = getattr(loader, "dataset", None)
             if is_streaming_dataset(dataset) and any(dataset is each for each in self._read):
-                raise SpecError(EVALUATED)
+                raise SpecError(streamed.EVALUATED)
 
     def rank_limits(self) -> dict[str, Any]:
         if self.stream.epochs is not None:
             return self.stream.rank_limits()
         if any(map(_has_state, self._loaders)):
             return {FIXED: "each rank's loader has a state of its own share of the data"}
-        return limits_of(self._shares())
+        return global_batch.limits_of(self._shares())
 
-    def _shares(self) -> list[SampleShare]:
+    def _shares(self) -> list[global_batch.SampleShare]:
         ranks = self._trainer.world_size
         given = [*self._given, *(None for _ in self._loaders)]
         return [
-            SampleShare.of(*each) for each in zip(self._loaders, repeat(ranks), given, strict=False)
+            global_batch.SampleShare.of(*each)
+            for each in zip(self._loaders, repeat(ranks), given, strict=False)
         ]
 
 
@@ -540,7 +528,7 @@ def _of_data(loaders: list[Any]) -> DataGenerators:
 
 def _named_generators(loaders: list[Any]) -> Iterator[tuple[str, torch.Generator]]:
     for number, loader in enumerate(loaders):
-        sampler = sampler_of(loader)
+        sampler = global_batch.sampler_of(loader)
         # Lightning puts a sampler of another kind into its DistributedSamplerWrapper.
         wrapped = getattr(getattr(sampler, "dataset", None), "_sampler", None)
         for part, owner in (("loader", loader), ("sampler", sampler), ("wrapped", wrapped)):
@@ -554,7 +542,7 @@ def _has_state(loader: Any) -> bool:
 
     torchdata's loader cannot continue a `DistributedSampler` that draws: its resume draws twice.
     """
-    sampler = sampler_of(loader)
+    sampler = global_batch.sampler_of(loader)
     if isinstance(sampler, DistributedSampler) and not hasattr(sampler, "state_dict"):
         return False
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
@@ -622,7 +610,7 @@ class NotedStreams(CombinedLoader):
             names = ", ".join(sorted({data_name(each) for each in self.flattened}))
             raise CheckpointError(
                 f"the training stream {names} gave other samples when the first {trained} batches "
-                f"of the epoch were read again, so no resume can continue in it; {WAY_OUT}"
+                f"of the epoch were read again, so no resume can continue in it; {streamed.WAY_OUT}"
             )
 
 

@@ -17,32 +17,16 @@ from torch.distributed import is_torchelastic_launched
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.contracts.errors import SpecError
+from holdfast.trainer.frameworks.lightning import global_batch
 from holdfast.trainer.frameworks.lightning.callback import torchrun_size
-from holdfast.trainer.frameworks.lightning.global_batch import (
-    SampleShare,
-    batch_size,
-    continue_share,
-    limits_of,
-)
+from holdfast.trainer.frameworks.program_loop import order, training
 from holdfast.trainer.frameworks.program_loop.loader import (
     ResumedEpoch,
     WrappedLoader,
     wrap_sampler,
 )
-from holdfast.trainer.frameworks.program_loop.order import (
-    Batches,
-    LoaderOrder,
-    own_generator,
-    set_generator,
-)
 from holdfast.trainer.frameworks.program_loop.progress import LoopProgress
 from holdfast.trainer.frameworks.program_loop.streamed import StreamedLoader
-from holdfast.trainer.frameworks.program_loop.training import (
-    LoopMethods,
-    LoopTraining,
-    Parts,
-    Words,
-)
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.streamed import has_shards, is_stream, stream_arguments
 from holdfast.trainer.session.session import Session
@@ -161,8 +145,8 @@ class FabricLoader(WrappedLoader):
     Ranks may draw different orders, so a checkpoint keeps the order of each rank.
     """
 
-    def install(self) -> Batches:
-        return wrap_sampler(self.inner._dataloader, Batches)
+    def install(self) -> order.Batches:
+        return wrap_sampler(self.inner._dataloader, order.Batches)
 
     def is_at_end(self, done: int) -> bool:
         return done >= len(self.inner)
@@ -202,7 +186,7 @@ class FabricLoader(WrappedLoader):
         """Return the order of the newest pass, and the state of the sampler's own generator."""
         if self.batches is None:
             return {}
-        generator = own_generator(self.batches.sampler_of_ids)
+        generator = order.own_generator(self.batches.sampler_of_ids)
         now = {} if generator is None else {"generator": generator.get_state()}
         own = self.batches.order.own
         return {
@@ -217,8 +201,8 @@ class FabricLoader(WrappedLoader):
         if self.batches is None or "order" not in saved:
             return
         if "generator" in saved:
-            set_generator(self.batches.sampler_of_ids, saved["generator"].clone())
-        self.batches.order = LoaderOrder(saved["order"], saved.get("own"))
+            order.set_generator(self.batches.sampler_of_ids, saved["generator"].clone())
+        self.batches.order = order.LoaderOrder(saved["order"], saved.get("own"))
         if self.resumed is not None:
             self.resumed.order = self.batches.order
 
@@ -269,11 +253,11 @@ class FabricProgress(LoopProgress, RankLimited):
         # By the numbers of the loaders: the batch size as the program gave it, and how each loader
         # that was trained on gives the ranks their samples. Some loaders are made in each epoch.
         self._given: dict[int, int | None] = {}
-        self._shares: dict[int, SampleShare] = {}
+        self._shares: dict[int, global_batch.SampleShare] = {}
 
     def add(self, loader: WrappedLoader) -> None:
         """Add a loader that Fabric set up. Raises `CheckpointError` if it cannot be continued."""
-        self._given[loader.number] = batch_size(loader.inner._dataloader)
+        self._given[loader.number] = global_batch.batch_size(loader.inner._dataloader)
         self._continue(loader)
         super().add(loader)
 
@@ -285,7 +269,8 @@ class FabricProgress(LoopProgress, RankLimited):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the place. Raises `CheckpointError` if other ranks cannot continue there."""
         self._shares = {
-            int(number): SampleShare(**each) for number, each in state["shares"].items()
+            int(number): global_batch.SampleShare(**each)
+            for number, each in state["shares"].items()
         }
         for loader in self.loaders:
             self._continue(loader)
@@ -298,14 +283,14 @@ class FabricProgress(LoopProgress, RankLimited):
             for each in self.loaders
             if type(each) is FabricStream and each.has_trained
         }
-        return limits_of(list(self._shares.values()), streams)
+        return global_batch.limits_of(list(self._shares.values()), streams)
 
     def _continue(self, loader: WrappedLoader) -> None:
         saved, fabric = self._shares.get(loader.number), self._fabric
         if saved is None or loader.batches is None:
             return
         inner = loader.inner._dataloader
-        continue_share(inner, saved, rank=fabric.global_rank, ranks=fabric.world_size)
+        global_batch.continue_share(inner, saved, rank=fabric.global_rank, ranks=fabric.world_size)
         loader.batches.find_sampler()
         # Fabric's loader has the attributes of the one that it wraps.
         vars(loader.inner).update(vars(inner))
@@ -314,15 +299,15 @@ class FabricProgress(LoopProgress, RankLimited):
         for loader in self.loaders:
             if loader.has_trained and loader.batches is not None:
                 inner, ranks = loader.inner._dataloader, self._fabric.world_size
-                self._shares[loader.number] = SampleShare.of(
+                self._shares[loader.number] = global_batch.SampleShare.of(
                     inner, ranks, self._given[loader.number]
                 )
 
 
-class FabricTraining(LoopTraining):
+class FabricTraining(training.LoopTraining):
     """Connects the objects that Fabric set up to a `Session`."""
 
-    words = Words(framework="a Fabric", owner="fabric", prepare="fabric.setup")
+    words = training.Words(framework="a Fabric", owner="fabric", prepare="fabric.setup")
     shared_name = "fabric"
     rank_name = "fabric_rank"
 
@@ -365,7 +350,7 @@ class FabricTraining(LoopTraining):
     def models(self) -> list[nn.Module]:
         return self._models
 
-    def parts(self) -> Parts:
+    def parts(self) -> training.Parts:
         if not self._models or not self._optimizers:
             raise SpecError(
                 f"{len(self._models)} models and {len(self._optimizers)} optimizers are set up; "
@@ -373,7 +358,7 @@ class FabricTraining(LoopTraining):
             )
         found = schedulers_of(self._optimizers)
         self._created, self._found = created_count(), len(found)
-        return Parts(
+        return training.Parts(
             optimizers=self._optimizers,
             schedulers=[*found, *self._schedulers],
             extra={**precision_of(self._fabric), **self._objects},
@@ -401,7 +386,7 @@ class FabricTraining(LoopTraining):
 watch_schedulers()
 
 
-class Fabric(LoopMethods[FabricTraining], LightningFabric):
+class Fabric(training.LoopMethods[FabricTraining], LightningFabric):
     """A `Fabric` that resumes automatically and stops on all ranks after the same step.
 
     Loop over `fabric.epochs(n)` in place of `range(n)`. A step is complete when the program asks

@@ -23,9 +23,8 @@ from holdfast.contracts.disk.paths import MANIFEST
 from holdfast.contracts.errors import CheckpointError, SpecError
 from holdfast.contracts.records.topology import FIXED, GLOBAL_BATCHES
 from holdfast.trainer.frameworks.session import FrameworkSession
+from holdfast.trainer.frameworks.torchtitan import settings, streamed
 from holdfast.trainer.frameworks.torchtitan.loader import TokenDataLoader
-from holdfast.trainer.frameworks.torchtitan.settings import best_of, check, excluded, given
-from holdfast.trainer.frameworks.torchtitan.streamed import stream_of
 from holdfast.trainer.loading.checkpoint import load_checkpoint
 from holdfast.trainer.state.objects import RankLimited
 from holdfast.trainer.state.torchdata_loaders import prepare_workers
@@ -254,7 +253,7 @@ class CheckpointManager(BaseCheckpointManager):
             # With slots, the class is another one than that of a `super()` without arguments.
             BaseCheckpointManager.Config.__post_init__(self)
             if self.enable:
-                check(self)
+                settings.check(self)
 
     def __init__(
         self,
@@ -274,7 +273,7 @@ class CheckpointManager(BaseCheckpointManager):
         self._has_finished = False
         if not self.enable:
             return
-        check(config)
+        settings.check(config)
         self._config = config
         self._parts: dict[str, Any] = {
             "dataloader": dataloader,
@@ -293,7 +292,7 @@ class CheckpointManager(BaseCheckpointManager):
                 "seed"
             )
         self._state = TrainerState(self._trainer)
-        self._stream = stream_of(dataloader)
+        self._stream = streamed.stream_of(dataloader)
         ordered = isinstance(dataloader, TokenDataLoader) or dataloader is None
         ordered = ordered or self._stream is not None
         self._loader = None if ordered else LoaderState(dataloader)
@@ -342,11 +341,11 @@ class CheckpointManager(BaseCheckpointManager):
             extra={TRAINER: self._state},
             per_rank={} if self._loader is None else {LOADER: self._loader},
             seed=loader.seed if is_ordered else self._trainer.config.debug.seed or 0,
-            interval=given(config, "interval"),
+            interval=settings.given(config, "interval"),
             directory=config.directory,
-            best=best_of(config),
-            snapshots=given(config, "snapshots"),
-            exclude=excluded(config),
+            best=settings.best_of(config),
+            snapshots=settings.given(config, "snapshots"),
+            exclude=settings.excluded(config),
             start_from=first if is_continued else None,
             begins_at=begins_at,
         )

@@ -19,8 +19,7 @@ from transformers import TrainerCallback, modeling_utils
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 
 from holdfast.contracts import environment as names
-from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
-from holdfast.contracts.disk.paths import MANIFEST
+from holdfast.contracts.disk import durable, paths
 from holdfast.contracts.errors import CheckpointError, PreflightError, SpecError
 from holdfast.contracts.node.reporting import report
 from holdfast.contracts.plain_text import counted
@@ -183,8 +182,8 @@ def missing_files(path: str) -> list[str]:
 
 def mark(path: Path, run: Path) -> None:
     """Note in the directory, which need not exist, that the run with folder `run` writes it."""
-    make_directory(path)
-    write_bytes(path / MARK, _mark_of(run))
+    durable.make_directory(path)
+    durable.write_bytes(path / MARK, _mark_of(run))
 
 
 def is_marked(path: str, run: Path) -> bool:
@@ -194,7 +193,7 @@ def is_marked(path: str, run: Path) -> bool:
 
 
 def _mark_of(run: Path) -> bytes:
-    return to_json({"run": str(run)})
+    return durable.to_json({"run": str(run)})
 
 
 def step_of(path: str | None) -> int:
@@ -289,8 +288,8 @@ def _recorded(given: GivenBatch, folder: Path) -> Any:
             f"and was {found['per_device']} times {found['accumulation']}; samples may repeat or "
             "be skipped"
         )
-    make_directory(folder)
-    write_bytes(path, to_json(asdict(given)))
+    durable.make_directory(folder)
+    durable.write_bytes(path, durable.to_json(asdict(given)))
     return asdict(given)
 
 
@@ -423,7 +422,7 @@ class TrainerRun:
         if not path:
             where = self._trainer.args.output_dir
             raise ValueError(f"No valid checkpoint found in output directory ({where})")
-        if (Path(path) / MANIFEST).exists():
+        if (Path(path) / paths.MANIFEST).exists():
             raise SpecError(
                 f"resume_from_checkpoint={path}: this is a checkpoint of Holdfast, which a run "
                 "resumes by itself. Leave the argument out; to begin another run with this "

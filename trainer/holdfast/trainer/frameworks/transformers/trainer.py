@@ -24,11 +24,9 @@ from transformers import TrainerCallback
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.frameworks.session import FrameworkSession
 from holdfast.trainer.frameworks.streamed import EVALUATED
-from holdfast.trainer.frameworks.transformers.checks import check_loader
-from holdfast.trainer.frameworks.transformers.fetching import set_epoch
+from holdfast.trainer.frameworks.transformers import checks, fetching, streams
 from holdfast.trainer.frameworks.transformers.progress import NOTHING, Todo
 from holdfast.trainer.frameworks.transformers.run import RESUMED, TrainerRun
-from holdfast.trainer.frameworks.transformers.streams import counted, undivided_by
 from holdfast.trainer.streams.convert import is_streaming_dataset
 
 # The events of a trainer's loop that its run hears of.
@@ -117,16 +115,16 @@ class Trainer(transformers.Trainer):
     # --- the beginning of the loop --------------------------------------------------------
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        check_loader(dataloader)
+        checks.check_loader(dataloader)
         self._holdfast.take_loader(dataloader)
-        return super().set_initial_training_values(*counted(args, dataloader))
+        return super().set_initial_training_values(*streams.counted(args, dataloader))
 
     def _get_dataloader(self, dataset: Any, *given: Any, **more: Any) -> Any:
         if not is_streaming_dataset(dataset):
             return super()._get_dataloader(dataset, *given, **more)
         if dataset is self.train_dataset and not more.get("is_training"):
             raise SpecError(EVALUATED)
-        with undivided_by(self.accelerator):
+        with streams.undivided_by(self.accelerator):
             return super()._get_dataloader(dataset, *given, **more)
 
     def _init_training_state(
@@ -167,7 +165,7 @@ class Trainer(transformers.Trainer):
 
     def _run_epoch(self, **given: Any) -> None:
         run = self._holdfast
-        set_epoch(given["train_dataloader"], given["epoch"])
+        fetching.set_epoch(given["train_dataloader"], given["epoch"])
         given |= run.begin_epoch(given)
         if run.resumed is not None:
             if any(todo := run.take_todo()):
