@@ -7,8 +7,7 @@ from itertools import islice
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.records.checkpoint_choice import branch_of
-from holdfast.contracts.records.history_cache import load_tallied
+from holdfast.contracts.records import checkpoint_choice, history_cache
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.decisions.blame import Blame, find_blame
 
@@ -41,8 +40,8 @@ def _find(context: AgentContext, launch: int) -> Blame | None:
         # Such a program chooses its checkpoint itself.
         return None
     try:
-        history = load_tallied(context.run)
-        newest = list(islice(branch_of(context.run, history), 2))
+        history = history_cache.load_tallied(context.run)
+        newest = list(islice(checkpoint_choice.branch_of(context.run, history), 2))
     except (HoldfastError, OSError):
         # What cannot be read proves nothing.
         return None

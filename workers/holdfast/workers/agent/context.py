@@ -15,8 +15,7 @@ from holdfast.contracts.errors import AgreementError, NotFoundError
 from holdfast.contracts.node import clocks
 from holdfast.contracts.records.attempt import Request, read_document
 from holdfast.workers.agent.launch.loaded_torchrun import LoadedTorchrun
-from holdfast.workers.schedulers.slurm_client import expand_hosts
-from holdfast.workers.schedulers.slurm_restarts import restart_count
+from holdfast.workers.schedulers import slurm_client, slurm_restarts
 
 LAUNCHES_MAX: Final = 1000
 
@@ -91,9 +90,11 @@ def load_context(request_path: Path, environ: Mapping[str, str] | None = None) -
         or str(os.getpid()),
         host=(variables.get("SLURMD_NODENAME") if on_slurm else None) or socket.gethostname(),
         started_at=clocks.now(),
-        hosts=expand_hosts(variables.get("SLURM_STEP_NODELIST", "")) if on_slurm else (),
+        hosts=slurm_client.expand_hosts(variables.get("SLURM_STEP_NODELIST", ""))
+        if on_slurm
+        else (),
         switch=switch_of(variables) if on_slurm else "",
-        restarts=restart_count(variables) if on_slurm else 0,
+        restarts=slurm_restarts.restart_count(variables) if on_slurm else 0,
     )
 
 

@@ -36,6 +36,7 @@ from holdfast.workers.agent.stops.signals import SignalBox
 from holdfast.workers.agent.succession import FIRST, begin_term, renew, step_back
 from holdfast.workers.agent.watch.hangs import HangWatch
 from holdfast.workers.agent.watch.paired_test import PairedTests
+from holdfast.workers.decisions import causes, policy
 from holdfast.workers.decisions.blame import HUNG_IN_LOAD, crash_facts
 from holdfast.workers.decisions.causes import (
     Ending,
@@ -88,7 +89,7 @@ class Ended:
 
         A negative `rank_exit_code` is the signal that killed the rank.
         """
-        first = first_failure(self.crash_report.failures)
+        first = causes.first_failure(self.crash_report.failures)
         if self.ending != "crashed" or first is None:
             return {}
         host = first.host or None
@@ -653,7 +654,7 @@ class Lead:
         ending, number = self.bad_ending(ended)[0], self.launches[-1].number
         self.launches[-1] = self.launches[-1].model_copy(update={"cause": ending.cause})
         may_blame = "crash" in self._crash_facts(ended)
-        decision = decide_in_place(
+        decision = policy.decide_in_place(
             ending,
             restarts=self._restarts,
             restarts_max=self._supervision.restarts_in_place,
@@ -661,7 +662,7 @@ class Lead:
             gained_steps=ended.gained,
             hangs=self.context.request.hangs_before
             + sum(one.cause is Cause.HANG for one in self.launches),
-            hangs_max=self._supervision.budgets.get(Cause.HANG, BUDGETS[Cause.HANG]),
+            hangs_max=self._supervision.budgets.get(Cause.HANG, policy.BUDGETS[Cause.HANG]),
             rolled_back=goes_on_after_numerics(*self._last_events()),
             blamed=blame_checkpoint(self.context, number, self._journal) if may_blame else "",
         )
@@ -670,23 +671,23 @@ class Lead:
         self._restarts += 1
         return decision.action == "restart"
 
-    def bad_ending(self, ended: Ended) -> tuple[Ending, RankFailure | None]:
+    def bad_ending(self, ended: Ended) -> tuple[causes.Ending, causes.RankFailure | None]:
         """Return how the crashed or hung launch ended, and the rank that failed first."""
         if ended.hang:
-            ending, first = hung_ending(ended.hang), self._first_hung()
+            ending, first = causes.hung_ending(ended.hang), self._first_hung()
         else:
             ending, first = ended.crash_report.classify(self.group.lost, ended.unsaved)
-        ending = with_numerics_stop(ending, stopped_for_numerics(*self._last_events()))
+        ending = causes.with_numerics_stop(ending, stopped_for_numerics(*self._last_events()))
         return self.gpus.explain(ending, len(ended.reports)), first
 
-    def _first_hung(self) -> RankFailure | None:
+    def _first_hung(self) -> causes.RankFailure | None:
         """Return the rank that the others wait for, if the flight records name only one host."""
         nodes = self.group.nodes
         places = {rank // self.context.request.ranks_per_node for rank in self._hangs.missing}
         if len(places) != 1 or max(places) >= len(nodes):
             return None
         first = min(self._hangs.missing)
-        return RankFailure(rank=first, exit_code=0, host=nodes[places.pop()].name)
+        return causes.RankFailure(rank=first, exit_code=0, host=nodes[places.pop()].name)
 
     def _last_events(self) -> tuple[list[Event], int, int]:
         """Return rank 0's journal, and the numbers of this attempt and its last launch."""

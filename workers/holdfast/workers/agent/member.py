@@ -17,17 +17,9 @@ from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.node.agreement import answer_from_status_table
 from holdfast.contracts.node.channel import ChannelMember, DismissedError
 from holdfast.contracts.node.clocks import Timeout
-from holdfast.contracts.records.attempt import (
-    Term,
-    newest_term,
-    read_claim,
-    read_document,
-    read_terms,
-)
-from holdfast.workers.agent.claim import wait_for_claim
+from holdfast.contracts.records import attempt
+from holdfast.workers.agent import claim, leading, losses
 from holdfast.workers.agent.context import AgentContext, NodePlace
-from holdfast.workers.agent.leading import end_job, take_over
-from holdfast.workers.agent.losses import may_continue_without
 from holdfast.workers.agent.node import NodeReport
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.stops.signals import SignalBox
@@ -45,8 +37,8 @@ SILENCE_MARGIN_S: Final = 300.0
 
 def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
     """Run the agent of a node other than 0: join, serve, leave. Return a description of the end."""
-    if not wait_for_claim(context):
-        holder = read_claim(context.attempt)
+    if not claim.wait_for_claim(context):
+        holder = attempt.read_claim(context.attempt)
         return f"node {context.node} exits: the attempt belongs to job {holder and holder.job_id}"
     try:
         # Join before changing anything on the node, because another agent may be in charge of it.
@@ -76,7 +68,7 @@ def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
                 if found is None:
                     return f"node {context.node} exits: {error}"
                 if found.node == context.node:
-                    return take_over(context, signals, runtime, found.number, lost_host)
+                    return leading.take_over(context, signals, runtime, found.number, lost_host)
                 lead, term = found.node, found.number
     except AgreementError as error:
         runtime.note(str(error))
@@ -265,15 +257,15 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
 
 def _without_lead(
     context: AgentContext, runtime: NodeRuntime, lead: int, error: ConnectionError
-) -> tuple[Term | None, str]:
+) -> tuple[attempt.Term | None, str]:
     """End what is left of a launch whose lead is lost; return the next lead's term, and its host.
 
     A step of which the lead had written its part is committed by the lowest remaining node. If the
     attempt cannot continue, the job is cancelled: its batch shell was on node 0, and with
     `--no-kill` Slurm would keep the other nodes until the time limit.
     """
-    newest = newest_term(context.attempt)
-    holder = newest or read_claim(context.attempt)
+    newest = attempt.newest_term(context.attempt)
+    holder = newest or attempt.read_claim(context.attempt)
     host = holder.host if holder else ""
     runtime.kill()
     runtime.drain(ORPHAN_DRAIN_S, lost=(0,), mirror=True)
@@ -282,7 +274,7 @@ def _without_lead(
     nodes = runtime.place.nodes
     try:
         found = next_lead(
-            context, runtime, lead, lambda: may_continue_without(context, nodes, host)
+            context, runtime, lead, lambda: losses.may_continue_without(context, nodes, host)
         )
     except StillLeadsError as alive:
         runtime.note(str(alive))
@@ -297,15 +289,19 @@ def _without_lead(
                 detail=str(error),
             )
     if found is None and not context.attempt.outcome.exists() and _ends_job(context, runtime):
-        end_job(context)
+        leading.end_job(context)
     return found, host
 
 
 def _ends_job(context: AgentContext, runtime: NodeRuntime) -> bool:
     """Return False if another node leads the attempt, or has found that it ends and so ends it."""
-    newest, ends = read_terms(context.attempt)
+    newest, ends = attempt.read_terms(context.attempt)
     number = runtime.place.term
     if newest is not None and newest.number > number:
         return False
-    found = read_document(Term, context.attempt.term_end(number)) if number in ends else None
+    found = (
+        attempt.read_document(attempt.Term, context.attempt.term_end(number))
+        if number in ends
+        else None
+    )
     return found is None or found.node == context.node

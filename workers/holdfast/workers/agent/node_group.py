@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
-from holdfast.contracts.node import clocks
-from holdfast.contracts.node.agreement import begin
+from holdfast.contracts.node import agreement, clocks
 from holdfast.contracts.node.channel import CALL_TIMEOUT_S, ChannelHost, Peer, SilentError
 from holdfast.contracts.node.rank_status import Proposal
 from holdfast.workers.agent.context import AgentContext, NodePlace
@@ -401,9 +400,11 @@ class NodeGroup:
     def ask_all(self, act: Callable[[LedNode], T | Future[T]]) -> list[tuple[LedNode, T]]:
         """Run `act` for all nodes at once and wait; return the answers of those not lost."""
         give_up_at = self._give_up_at()
-        others: list[tuple[LedNode, Future[T]]] = [(n, begin(act, n)) for n in self._present()]
+        others: list[tuple[LedNode, Future[T]]] = [
+            (n, agreement.begin(act, n)) for n in self._present()
+        ]
         # This node comes last, because it answers within the call.
-        asked = [(self._here, begin(act, self._here)), *others]
+        asked = [(self._here, agreement.begin(act, self._here)), *others]
         answers: list[tuple[LedNode, T]] = []
         for node, future in asked:
             with self._losing(node):

@@ -26,8 +26,7 @@ from typing import BinaryIO, Final, Literal
 import psutil
 
 from holdfast.contracts import environment
-from holdfast.contracts.disk.leases import reading
-from holdfast.contracts.disk.manifest import read_manifest
+from holdfast.contracts.disk import leases, manifest
 from holdfast.contracts.disk.paths import ConsumerPaths, checkpoint_id
 from holdfast.contracts.errors import HoldfastError, NotFoundError
 from holdfast.contracts.plain_text import exact, plain_line
@@ -38,8 +37,7 @@ from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.secrets import resolve_environment
 from holdfast.workers.checkpoints.exports import SUFFIXES, ExportFormat
 from holdfast.workers.checkpoints.trainer_call import NEUTRAL_FOLDER, ask_trainer, interpreter_of
-from holdfast.workers.nodes.processes import descendants, end_processes, name_process
-from holdfast.workers.nodes.setup_lines import after_setup
+from holdfast.workers.nodes import processes, setup_lines
 
 # The rest of the output is read and dropped.
 OUTPUT_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -115,7 +113,7 @@ def run(path: Path) -> tuple[bool, str]:
 
 
 def _claim(paths: ConsumerPaths) -> bool:
-    own = name_process(os.getpid())
+    own = processes.name_process(os.getpid())
     assert own is not None
     claim = Claim(
         job_id=os.environ.get("SLURM_JOB_ID") or str(own.pid),
@@ -129,9 +127,9 @@ def _claim(paths: ConsumerPaths) -> bool:
 
 
 def _run(work: _Work) -> ConsumerOutcome:
-    with reading(work.checkpoint):
+    with leases.reading(work.checkpoint):
         # After the lease, so that either this process or a deleter sees the other.
-        if read_manifest(work.checkpoint) is None:
+        if manifest.read_manifest(work.checkpoint) is None:
             name = work.order.checkpoint
             return ConsumerOutcome.failed(f"{name} was deleted before the consumer started")
         with _given_path(work) as path:
@@ -224,7 +222,7 @@ def _command_of(work: _Work) -> tuple[list[str], str]:
     if order.deployment is not None:
         # `python -m` searches the current folder first, and the run's may have such a module.
         return [sys.executable, "-m", FLOW_RUN, str(work.paths.order)], NEUTRAL_FOLDER
-    setup = after_setup("launch.node_setup", work.spec.launch.node_setup)
+    setup = setup_lines.after_setup("launch.node_setup", work.spec.launch.node_setup)
     return [*setup, *order.command], order.working_directory
 
 
@@ -253,7 +251,7 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
     """End the command with everything that it started, and what it left behind."""
     with contextlib.suppress(psutil.Error):
         one = psutil.Process(process.pid)
-        end_processes([one, *descendants(one)], term_wait_s=TERM_WAIT_S)
+        processes.end_processes([one, *processes.descendants(one)], term_wait_s=TERM_WAIT_S)
     # Processes of its session that its own end has orphaned.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -18,19 +18,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from holdfast.contracts import errors
-from holdfast.contracts.disk.durable import fsync_directory, make_directory
+from holdfast.contracts.disk import durable, manifest
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
-from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import MANIFEST, ConsumerPaths, RunPaths
 from holdfast.contracts.plain_text import plain_line
-from holdfast.contracts.records.attempt import (
-    Claim,
-    Request,
-    Submission,
-    create_document,
-    read_document,
-    write_document,
-)
+from holdfast.contracts.records import attempt, known_damage, reported
 from holdfast.contracts.records.consumers import (
     ConsumerOrder,
     ConsumerOutcome,
@@ -45,8 +37,6 @@ from holdfast.contracts.records.history import (
     excluded_checkpoints,
     pinned_checkpoints,
 )
-from holdfast.contracts.records.known_damage import damaged_checkpoints
-from holdfast.contracts.records.reported import report, with_reported
 from holdfast.contracts.spec.consumers import Consumer
 from holdfast.contracts.spec.keep_rules import ranked
 from holdfast.contracts.states import AttemptState, Cause
@@ -141,7 +131,7 @@ class Consumers:
     ) -> consumers.CheckpointEvents:
         """Return what has happened to the run's checkpoints."""
         events = history.events
-        left_out = {*excluded_checkpoints(events), *damaged_checkpoints(events)}
+        left_out = {*excluded_checkpoints(events), *known_damage.damaged_checkpoints(events)}
         known = {name for _, name in uses}
         committed = [
             (str(name), name.step)
@@ -173,9 +163,9 @@ class Consumers:
         manifests = []
         for name, _ in committed:
             with contextlib.suppress(errors.HoldfastError, OSError):
-                if (found := read_manifest(self.paths.checkpoint(name))) is not None:
+                if (found := manifest.read_manifest(self.paths.checkpoint(name))) is not None:
                     manifests.append(found)
-        order = ranked(with_reported(manifests, history.events), rule.metric, rule.mode)
+        order = ranked(reported.with_reported(manifests, history.events), rule.metric, rule.mode)
         return order[0][1] if order else ""
 
     # A start.
@@ -195,21 +185,21 @@ class Consumers:
             return
         paths = self._reserve()
         order = _order_of(history, use, consumer)
-        write_document(paths.order, order)
+        attempt.write_document(paths.order, order)
         request = None
         if consumer.job is not None:
             cluster = executor_for(history.spec.resources.executor).cluster()
             request = consumer_request(
                 history, consumer, paths.number, created_at=time.time(), cluster=cluster
             )
-            write_document(paths.request, request)
+            attempt.write_document(paths.request, request)
         started = _with(use, ConsumerState.STARTED, start=paths.number, tries=use.tries + 1)
         # The line comes first: a supervisor that is killed now finds it, and no process.
         self._write(started, uses, journal)
         try:
             if request is not None:
                 submission = executor_for(request.executor).submit_consumer(paths, request)
-                write_document(paths.submission, submission)
+                attempt.write_document(paths.submission, submission)
             else:
                 self._processes[paths.number] = self._spawn(history, paths, consumer)
         except errors.SchedulerUnavailableError:
@@ -219,7 +209,7 @@ class Consumers:
             self._close(paths, f"it was not started: {error}")
 
     def _reserve(self) -> ConsumerPaths:
-        make_directory(self.paths.consumers)
+        durable.make_directory(self.paths.consumers)
         number = self.paths.newest_consumer() + 1
         while True:
             paths = self.paths.consumer(number)
@@ -228,7 +218,7 @@ class Consumers:
             except FileExistsError:
                 number += 1
                 continue
-            fsync_directory(self.paths.consumers)
+            durable.fsync_directory(self.paths.consumers)
             return paths
 
     def _spawn(
@@ -268,10 +258,10 @@ class Consumers:
         """Journal the end of a start, if it has ended."""
         paths = self.paths.consumer(use.start)
         try:
-            outcome = read_document(ConsumerOutcome, paths.outcome)
+            outcome = attempt.read_document(ConsumerOutcome, paths.outcome)
             if outcome is None:
-                order = read_document(ConsumerOrder, paths.order)
-                claim = read_document(Claim, paths.claim)
+                order = attempt.read_document(ConsumerOrder, paths.order)
+                claim = attempt.read_document(attempt.Claim, paths.claim)
                 outcome = self._lost(paths, order, claim)
             is_preempted = outcome is not None and self._was_preempted(paths, outcome)
         except errors.SchedulerUnavailableError:
@@ -301,7 +291,7 @@ class Consumers:
         return None if self._waited(paths.number, "state") < STATE_S else False
 
     def _lost(
-        self, paths: ConsumerPaths, order: ConsumerOrder | None, claim: Claim | None
+        self, paths: ConsumerPaths, order: ConsumerOrder | None, claim: attempt.Claim | None
     ) -> ConsumerOutcome | None:
         """Return the outcome of a start that cannot write it any more, or None."""
         if order is None:
@@ -314,7 +304,7 @@ class Consumers:
                 why = f"it did not end within {limit_s:.0f} s"
         return self._close(paths, why) if why else None
 
-    def _lost_process(self, paths: ConsumerPaths, claim: Claim | None) -> str:
+    def _lost_process(self, paths: ConsumerPaths, claim: attempt.Claim | None) -> str:
         """Return why a process of this machine will never write an outcome, or ''."""
         if claim is None:
             own = self._processes.get(paths.number)
@@ -330,19 +320,19 @@ class Consumers:
             return ""
         return "its process ended without a record, as when it is killed"
 
-    def _lost_job(self, paths: ConsumerPaths, claim: Claim | None) -> str:
+    def _lost_job(self, paths: ConsumerPaths, claim: attempt.Claim | None) -> str:
         """Return why a job will never write an outcome, or ''."""
-        request = read_document(Request, paths.request)
+        request = attempt.read_document(attempt.Request, paths.request)
         if request is None:
             return "its request is missing"
         executor = executor_for(request.executor)
-        submission = read_document(Submission, paths.submission)
+        submission = attempt.read_document(attempt.Submission, paths.submission)
         if submission is None:
             submission = executor.find(request)
             if submission is None:
                 is_late = self._waited(paths.number, "submission") > executor.absence_s
                 return "the scheduler does not have its job" if is_late else ""
-            write_document(paths.submission, submission)
+            attempt.write_document(paths.submission, submission)
         status = executor.status(request, submission)
         if not status.has_ended:
             return ""
@@ -357,13 +347,13 @@ class Consumers:
 
         The claim comes first. A process that starts late finds it and runs nothing.
         """
-        claim = read_document(Claim, paths.claim)
-        if claim is None and not create_document(paths.claim, Claim.closed()):
+        claim = attempt.read_document(attempt.Claim, paths.claim)
+        if claim is None and not attempt.create_document(paths.claim, attempt.Claim.closed()):
             # It started at this moment.
             return None
-        if create_document(paths.outcome, found := ConsumerOutcome.failed(why)):
+        if attempt.create_document(paths.outcome, found := ConsumerOutcome.failed(why)):
             return found
-        return read_document(ConsumerOutcome, paths.outcome)
+        return attempt.read_document(ConsumerOutcome, paths.outcome)
 
     def _waited(self, number: int, what: str) -> float:
         """Return the seconds since this supervisor first waited for something of a start."""
@@ -385,7 +375,7 @@ class Consumers:
                 metrics = read_metrics(self.paths.consumer(use.start))
                 if metrics:
                     facts = {"by": use.consumer, "consumer": use.consumer}
-                    report(self.paths, use.checkpoint, metrics, journal=journal, **facts)
+                    reported.report(self.paths, use.checkpoint, metrics, journal=journal, **facts)
             except errors.SpecError as error:
                 is_done, reason = False, str(error)
         state = consumers.state_after(consumer, use.tries, is_done=is_done)
@@ -433,7 +423,7 @@ def _order_of(history: RunHistory, use: Use, consumer: Consumer) -> ConsumerOrde
     )
 
 
-def _kill(claim: Claim) -> None:
+def _kill(claim: attempt.Claim) -> None:
     """Kill the process of a claim, if it is one of this machine."""
     if claim.host == socket.gethostname():
         process = find_process(ProcessName(claim.pid, claim.process_start_s, claim.boot_id))

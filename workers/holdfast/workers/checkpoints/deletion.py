@@ -19,9 +19,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from holdfast.contracts.disk import durable
+from holdfast.contracts.disk import durable, leases
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
-from holdfast.contracts.disk.leases import readers, storage_time
 from holdfast.contracts.disk.manifest import committed_checkpoints, read_tombstone
 from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.disk.paths import (
@@ -298,8 +297,10 @@ def finish_deletions(paths: RunPaths) -> None:
             continue
         # A deleter that has just renamed the manifest may still rename it back. One that was killed
         # before that will not.
-        is_decided = storage_time(paths.checkpoints) - tombstone.lstat().st_ctime > UNDECIDED_S
-        if is_decided and not readers(directory):
+        is_decided = (
+            leases.storage_time(paths.checkpoints) - tombstone.lstat().st_ctime > UNDECIDED_S
+        )
+        if is_decided and not leases.readers(directory):
             _move_to_removing(paths, directory.name)
     for directory in paths.list_removing():
         shutil.rmtree(directory, ignore_errors=True)
@@ -321,7 +322,7 @@ def remove_torn(paths: RunPaths) -> int:
         except FileNotFoundError:
             continue  # Another process is changing it.
         changed_at = max(one.st_mtime for one in status)
-        if storage_time(paths.checkpoints) - changed_at > UNDECIDED_S:
+        if leases.storage_time(paths.checkpoints) - changed_at > UNDECIDED_S:
             freed += sum(one.st_size for one in status)
             _move_to_removing(paths, directory.name)
             shutil.rmtree(paths.removing(directory.name), ignore_errors=True)
@@ -332,7 +333,7 @@ def _delete(paths: RunPaths, checkpoint: str, *, reason: str, by: str, writer: s
     """Delete a checkpoint; return False if another process deletes it or it is kept after all."""
     directory, tombstone = paths.checkpoint(checkpoint), paths.tombstone(checkpoint)
     # A cheap look first. The one that decides comes after the rename.
-    if readers(directory):
+    if leases.readers(directory):
         return False
     facts = {"checkpoint": checkpoint, "reason": reason, "by": by}
     # The line comes first: SQL and the run's history are rebuilt from the journal.
@@ -367,7 +368,7 @@ def _delete(paths: RunPaths, checkpoint: str, *, reason: str, by: str, writer: s
 
 def _deleted_lately(paths: RunPaths) -> int:
     """Return the bytes of the checkpoints whose manifests became tombstones within `LATELY_S`."""
-    freed, now = 0, storage_time(paths.tombstones)
+    freed, now = 0, leases.storage_time(paths.tombstones)
     for tombstone in paths.tombstones.glob("*.json"):
         if now - tombstone.lstat().st_ctime < LATELY_S:
             # The size of a checkpoint with an unreadable tombstone is unknown.
@@ -378,7 +379,7 @@ def _deleted_lately(paths: RunPaths) -> int:
 
 def _protected_since(paths: RunPaths, checkpoint: str) -> str:
     """Return the reader or pin that appeared after the verdict, or ''."""
-    who = readers(paths.checkpoint(checkpoint))
+    who = leases.readers(paths.checkpoint(checkpoint))
     if who:
         return f"being read by {', '.join(who)}"
     return "pinned" if checkpoint in pinned_checkpoints(load_tallied(paths).events) else ""

@@ -18,12 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.disk import durable, reading
 from holdfast.contracts.disk.bounds import STEP_MAX
 from holdfast.contracts.disk.digests import FileChecksum
-from holdfast.contracts.disk.durable import fsync_directory
 from holdfast.contracts.disk.manifest import FileEntry, Manifest, read_manifest
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.disk.reading import open_regular
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, ForeignFileError
 from holdfast.contracts.spec.sections import STEP_FIELD, Program
 
@@ -218,7 +217,7 @@ def seal(found: OwnCheckpoint, goes_on: Callable[[], bool]) -> tuple[FileEntry, 
     folders = {(found.folder / one.path).parent for one in found.files}
     # The names as well, up to that of the checkpoint: the program may not have called fsync.
     for folder in sorted({*folders, found.folder, found.path.parent}):
-        fsync_directory(folder)
+        durable.fsync_directory(folder)
     # A program may write again while its files are read. Then the digests describe no state that
     # ever existed.
     again = look_at(found.path, found.step, found.owners)
@@ -229,7 +228,7 @@ def seal(found: OwnCheckpoint, goes_on: Callable[[], bool]) -> tuple[FileEntry, 
 
 def _seal_file(found: OwnCheckpoint, one: FileStamp, goes_on: Callable[[], bool]) -> FileEntry:
     try:
-        handle = open_regular(found.folder / one.path, below=found.folder)
+        handle = reading.open_regular(found.folder / one.path, below=found.folder)
     except (FileNotFoundError, ForeignFileError) as error:
         raise CheckpointError(f"{found.path}: {one.path} was replaced: {error}") from error
     try:

@@ -12,23 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.disk import leases, mirrors
 from holdfast.contracts.disk.damage import find_damage
 from holdfast.contracts.disk.journal import Event, EventKind
-from holdfast.contracts.disk.leases import readers
 from holdfast.contracts.disk.manifest import Manifest, read_manifest
-from holdfast.contracts.disk.mirrors import read_record
 from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.records.consumers import open_uses, uses_in
+from holdfast.contracts.records import consumers, history_cache, known_damage, reported
 from holdfast.contracts.records.history import (
     RunHistory,
     blamed_checkpoints,
     excluded_checkpoints,
     pinned_checkpoints,
 )
-from holdfast.contracts.records.history_cache import load_tallied
-from holdfast.contracts.records.known_damage import damaged_checkpoints
-from holdfast.contracts.records.reported import with_reported
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.contracts.spec.keep_rules import kept_by_rules, why_not_kept
 
@@ -128,7 +124,9 @@ def checkpoints_in_use(history: RunHistory) -> dict[str, str]:
     """
     uses = {
         use.checkpoint: f"needed by the consumer {use.consumer}"
-        for use in open_uses(uses_in(history.lines.of_kinds(EventKind.CONSUMER)))
+        for use in consumers.open_uses(
+            consumers.uses_in(history.lines.of_kinds(EventKind.CONSUMER))
+        )
     }
     for event in history.events:
         if event.kind is EventKind.FORKED:
@@ -156,7 +154,7 @@ def checkpoints_in_use(history: RunHistory) -> dict[str, str]:
 def gather(history: RunHistory, manifests: Sequence[Manifest]) -> Facts:
     """Gather the facts of a run on disk. Files' sizes are checked, their contents are not."""
     paths = history.paths
-    read = {one.name: readers(paths.checkpoint(one.name)) for one in manifests}
+    read = {one.name: leases.readers(paths.checkpoint(one.name)) for one in manifests}
     damage = {
         one.name: find_damage(paths.checkpoint(one.name), one, contents=False)
         for one in manifests
@@ -169,7 +167,7 @@ def gather(history: RunHistory, manifests: Sequence[Manifest]) -> Facts:
         read={name: ", ".join(who) for name, who in read.items() if who},
         excluded=excluded_checkpoints(history.events),
         blamed=blamed_checkpoints(history.events),
-        damaged=damaged_checkpoints(history.events)
+        damaged=known_damage.damaged_checkpoints(history.events)
         | {name: lines[0] for name, lines in damage.items() if lines},
         mirrored=_mirrored(history, manifests),
     )
@@ -180,7 +178,7 @@ def _mirrored(history: RunHistory, manifests: Sequence[Manifest]) -> frozenset[s
     if history.spec.checkpoint.mirror is None:
         return None
     paths = history.paths
-    return frozenset(m.name for m in manifests if read_record(paths.checkpoint(m.name)))
+    return frozenset(m.name for m in manifests if mirrors.read_record(paths.checkpoint(m.name)))
 
 
 def plan_run(
@@ -191,10 +189,10 @@ def plan_run(
     `keep` replaces the rules of the run's spec. `history` is what the caller has just read of the
     run. Raises like `load_history`.
     """
-    history = replace(history, paths=paths) if history else load_tallied(paths)
+    history = replace(history, paths=paths) if history else history_cache.load_tallied(paths)
     manifests, unreadable = _read_manifests(paths)
     verdicts = plan_prune(
-        with_reported(manifests, history.events),
+        reported.with_reported(manifests, history.events),
         keep=keep or history.spec.checkpoint.keep,
         facts=gather(history, manifests),
         now=time.time(),

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.disk.damage import find_damage
+from holdfast.contracts.disk import damage, leases, mirrors
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
-from holdfast.contracts.disk.leases import reading
 from holdfast.contracts.disk.manifest import Manifest, read_manifest
-from holdfast.contracts.disk.mirrors import read_record
 from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths, checkpoint_id
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError, NotFoundError
 from holdfast.contracts.records.attempt import RunRecord, read_document
@@ -23,7 +21,7 @@ DAMAGED_KEPT_MAX: Final = 50
 Watched = Callable[[Path, Manifest], list[str]]
 
 
-def verify(directory: Path, find: Watched = find_damage) -> dict[str, Any]:
+def verify(directory: Path, find: Watched = damage.find_damage) -> dict[str, Any]:
     """Return the facts of `holdfast verify --json` for the checkpoint in `directory`.
 
     `find` reads the files and returns a line for each damaged one, as `find_damage` does. If the
@@ -31,13 +29,13 @@ def verify(directory: Path, find: Watched = find_damage) -> dict[str, Any]:
     instead. A copy outside a run is called by its path, and may have any name. Raises
     `MirrorError` if the mirror cannot be read.
     """
-    mirrored = read_record(directory)
+    mirrored = mirrors.read_record(directory)
     own = _record_of(directory)
     damaged: list[str] = []
     manifest: Manifest | None = None
     try:
         # With a lease, so that the keep rules cannot delete it while it is read.
-        with reading(directory):
+        with leases.reading(directory):
             manifest = read_manifest(directory, is_copy=own is None)
             if manifest is None:
                 damaged = [f"{MANIFEST}: missing, {_why_missing(own)}"]

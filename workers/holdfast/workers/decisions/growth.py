@@ -13,8 +13,7 @@ from typing import Final
 from holdfast.contracts.disk.journal import GROWER, EventKind
 from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.decisions.attempt_limit import may_try_again
-from holdfast.workers.decisions.sizes import allowed_sizes, without_spares
+from holdfast.workers.decisions import attempt_limit, sizes
 from holdfast.workers.schedulers.base import AskCapacity
 
 DOUBLINGS_MAX: Final = 5
@@ -45,12 +44,17 @@ def observe_capacity(
     """
     last, spec = history.last_attempt, history.spec
     # Growing starts an attempt, so the limit of attempts applies to it as well.
-    if not spec.elastic.grow or capacity is None or last is None or not may_try_again(history):
+    if (
+        not spec.elastic.grow
+        or capacity is None
+        or last is None
+        or not attempt_limit.may_try_again(history)
+    ):
         return None
     if last.state is not AttemptState.RUNNING:
         return None
-    most = without_spares(spec, capacity) or 0
-    larger = [size for size in allowed_sizes(spec) if _gpus_now(history, last) < size <= most]
+    most = sizes.without_spares(spec, capacity) or 0
+    larger = [size for size in sizes.allowed_sizes(spec) if _gpus_now(history, last) < size <= most]
     fitting = [size for size in larger if fits(size)]
     if not fitting:
         return None

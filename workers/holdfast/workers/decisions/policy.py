@@ -19,26 +19,9 @@ from holdfast.contracts.records.history import (
     takes_up_completed,
 )
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.decisions.attempt_limit import may_try_again
+from holdfast.workers.decisions import attempt_limit, evidence, exclusions, places, sizes
 from holdfast.workers.decisions.blame import blames, forgiven_until
 from holdfast.workers.decisions.causes import Ending
-from holdfast.workers.decisions.evidence import failed_host, names_hardware, same_failure_elsewhere
-from holdfast.workers.decisions.exclusions import (
-    FROM_OUTSIDE,
-    Capacity,
-    Rooms,
-    SizeChoice,
-    choose_nodes,
-    is_refused_exclusion,
-)
-from holdfast.workers.decisions.places import place_after, place_of
-from holdfast.workers.decisions.sizes import (
-    choose_gpus,
-    is_single,
-    largest_within,
-    nearest_fitting,
-    without_spares,
-)
 from holdfast.workers.schedulers.base import BECAUSE_EXCLUDED
 
 Action = Literal["relaunch", "restart", "wait", "stop"]
@@ -102,7 +85,7 @@ def fits_any(_gpus: int) -> bool:
 
 def decide(
     history: RunHistory,
-    capacity: Capacity,
+    capacity: exclusions.Capacity,
     *,
     now: float,
     fits: Callable[[int], bool] = fits_any,
@@ -121,19 +104,19 @@ def decide(
     # A `relaunch` that came before the run completed has nothing left to continue.
     if is_completed and not takes_up_completed(history.pending_request):
         return Decision(action="stop", reason="completed")
-    rooms = Rooms(capacity)
+    rooms = exclusions.Rooms(capacity)
     requested = _decide_by_request(history, rooms, now, fits)
     if requested is not None:
         return requested
     if last is None:
         return Decision(action="relaunch", gpus=spec.gpus, reason="first")
-    if is_refused_exclusion(last):
+    if exclusions.is_refused_exclusion(last):
         return _repeat(history, last, rooms, now)
     return _decide_after(history, last, rooms, now, fits)
 
 
 def _decide_by_request(
-    history: RunHistory, rooms: Rooms, now: float, fits: Callable[[int], bool]
+    history: RunHistory, rooms: exclusions.Rooms, now: float, fits: Callable[[int], bool]
 ) -> Decision | None:
     """Return the decision that an operator's pending request makes, or None.
 
@@ -152,33 +135,41 @@ def _decide_by_request(
     last = history.last_asked
     before = last.gpus if last is not None else 0
     asked = int(request.get("gpus") or before or history.spec.gpus)
-    gpus = nearest_fitting(history.spec, asked, fits)
+    gpus = sizes.nearest_fitting(history.spec, asked, fits)
     if by == FALLBACKS:
         place = int(request.get("place") or 0)
         if history.spec.resources.problem_at(place):
             # An earlier version asked for it, and its supervisor could not submit there.
             place = history.spec.resources.next_place(place) or 0
     else:
-        place = place_of(last) if by == GROWER else place_after(history, rooms, now=now)
+        place = (
+            places.place_of(last) if by == GROWER else places.place_after(history, rooms, now=now)
+        )
 
     def choose(exclude: tuple[str, ...]) -> tuple[int, str]:
         if by not in AUTOMATIC and request.get("gpus"):
             return gpus, ""
         spec = history.spec
-        most = None if is_single(spec) else without_spares(spec, rooms.largest_job(place, exclude))
-        free = without_spares(spec, rooms.free(place, exclude)) if by == GROWER else None
+        most = (
+            None
+            if sizes.is_single(spec)
+            else sizes.without_spares(spec, rooms.largest_job(place, exclude))
+        )
+        free = sizes.without_spares(spec, rooms.free(place, exclude)) if by == GROWER else None
         if free is not None:
-            return largest_within(spec, min(gpus, free), fits) or before or gpus, ""
+            return sizes.largest_within(spec, min(gpus, free), fits) or before or gpus, ""
         if most is None or gpus <= most:
             return gpus, ""
-        return largest_within(spec, most, fits) or gpus, ""
+        return sizes.largest_within(spec, most, fits) or gpus, ""
 
-    found = choose_nodes(history, rooms, place, choose, now=now)
+    found = exclusions.choose_nodes(history, rooms, place, choose, now=now)
     reason = f"{action} at {counted(found.gpus, 'GPU')} by {by}{why}"
     return _relaunch(found, place, reason)
 
 
-def _relaunch(found: SizeChoice, place: int, reason: str, delay_s: float = 0.0) -> Decision:
+def _relaunch(
+    found: exclusions.SizeChoice, place: int, reason: str, delay_s: float = 0.0
+) -> Decision:
     if found.waits_for:
         return Decision(action="wait", reason=f"{reason}{found.text}; {found.waits_for}")
     return Decision(
@@ -191,17 +182,19 @@ def _relaunch(found: SizeChoice, place: int, reason: str, delay_s: float = 0.0) 
     )
 
 
-def _repeat(history: RunHistory, last: AttemptView, rooms: Rooms, now: float) -> Decision:
+def _repeat(
+    history: RunHistory, last: AttemptView, rooms: exclusions.Rooms, now: float
+) -> Decision:
     """Return the same attempt with fewer exclusions, because Slurm refused it with them."""
-    place = place_of(last)
-    found = choose_nodes(history, rooms, place, lambda _: (last.gpus, ""), now=now)
+    place = places.place_of(last)
+    found = exclusions.choose_nodes(history, rooms, place, lambda _: (last.gpus, ""), now=now)
     return _relaunch(found, place, f"{counted(last.gpus, 'GPU')} as for attempt {last.number}")
 
 
 def _decide_after(
     history: RunHistory,
     last: AttemptView,
-    rooms: Rooms,
+    rooms: exclusions.Rooms,
     now: float,
     fits: Callable[[int], bool],
 ) -> Decision:
@@ -210,17 +203,17 @@ def _decide_after(
     spent = spent_on(history, cause)
     if reason := _why_stop(history, last, cause, spent):
         return Decision(action="stop", reason=reason)
-    place, asked = place_after(history, rooms, now=now), _size_not_started(history)
+    place, asked = places.place_after(history, rooms, now=now), _size_not_started(history)
 
     def choose(exclude: tuple[str, ...]) -> tuple[int, str]:
         if asked is not None and fits(asked):
             return asked, "as asked, and no attempt has started since"
         # A run of one size continues without an answer of the scheduler.
         free = most = None
-        if not is_single(spec):
-            free = without_spares(spec, rooms.free(place, exclude))
-            most = without_spares(spec, rooms.largest_job(place, exclude))
-        return choose_gpus(
+        if not sizes.is_single(spec):
+            free = sizes.without_spares(spec, rooms.free(place, exclude))
+            most = sizes.without_spares(spec, rooms.largest_job(place, exclude))
+        return sizes.choose_gpus(
             spec,
             current=last.gpus or spec.gpus,
             preemptions=spent_on(history, Cause.PREEMPTION),
@@ -230,7 +223,7 @@ def _decide_after(
             fits=fits,
         )
 
-    found = choose_nodes(history, rooms, place, choose, now=now)
+    found = exclusions.choose_nodes(history, rooms, place, choose, now=now)
     reason = f"after {cause} of attempt {last.number}: {counted(found.gpus, 'GPU')} ({found.why})"
     reason += f"; {blamed}" if (blamed := _blamed_by(history, last)) else ""
     has_queue = rooms.is_known or spec.resources.executor == "slurm"
@@ -277,15 +270,16 @@ def _why_stop(history: RunHistory, last: AttemptView, cause: Cause, spent: int) 
             f"{cause}: attempt {last.number} could save none of its steps, and the next one would "
             f"only train them again: {_why(last)}{advice}"
         )
-    if not may_try_again(history):
+    if not attempt_limit.may_try_again(history):
         return f"supervision.attempts_max ({history.spec.supervision.attempts_max}) is reached"
     # On two hosts, so no host is at fault, and a further attempt would fail the same way.
-    same = same_failure_elsewhere(_since_relaunch(history), last)
+    same = evidence.same_failure_elsewhere(_since_relaunch(history), last)
     if same is not None:
         return (
             f"attempts {same.number} and {last.number} failed by the same error after step "
-            f"{last.last_step}, on {failed_host(same)} and {failed_host(last)}, so no host is at "
-            f"fault: {_why(last)}; fix the cause, then run `holdfast relaunch`"
+            f"{last.last_step}, on {evidence.failed_host(same)} and "
+            f"{evidence.failed_host(last)}, so no host is at fault: {_why(last)}; fix the cause, "
+            "then run `holdfast relaunch`"
         )
     stuck = _attempts_without_progress(history)
     if stuck >= BREAKER_ATTEMPTS:
@@ -345,7 +339,7 @@ def _hangs_of(attempt: AttemptView) -> int:
 
 def _counts(attempt: AttemptView) -> bool:
     """Return False for an attempt that ended by a choice of Holdfast before the job existed."""
-    return attempt.was_submitted and not is_refused_exclusion(attempt)
+    return attempt.was_submitted and not exclusions.is_refused_exclusion(attempt)
 
 
 def _attempts_without_progress(history: RunHistory) -> int:
@@ -410,7 +404,7 @@ def backoff_s(history: RunHistory, last: AttemptView, spent: int) -> float:
     # These causes come from outside, so a longer wait would only waste the cluster. A lost node is
     # excluded, or waited for in the scheduler's queue.
     is_first_loss = last.cause is Cause.NODE_FAILURE and spent <= 1
-    if last.cause in FROM_OUTSIDE or is_first_loss:
+    if last.cause in exclusions.FROM_OUTSIDE or is_first_loss:
         return 0.0
     doublings = min(max(spent - 1, 0), BACKOFF_DOUBLINGS_MAX)
     # Deterministic, so `decide` stays a pure function. It spreads runs that failed together.
@@ -474,6 +468,6 @@ def decide_in_place(
         )
     if ending.cause is Cause.NUMERICS and rolled_back:
         return Decision(action="restart", reason=f"{ending.cause}: {why}")
-    if ending.cause not in _RESTARTABLE or names_hardware(ending.evidence):
+    if ending.cause not in _RESTARTABLE or evidence.names_hardware(ending.evidence):
         return Decision(action="stop", reason=f"{ending.cause}: {why}")
     return Decision(action="restart", reason=f"{ending.cause}: {why}")

@@ -21,8 +21,7 @@ import submitit
 from holdfast.contracts.disk.paths import AttemptPaths, folder_of
 from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import NotFoundError, SpecError, reading_run
-from holdfast.workers.nodes.processes import name_process
-from holdfast.workers.nodes.setup_lines import after_setup
+from holdfast.workers.nodes import processes, setup_lines
 from holdfast.workers.nodes.visible_gpus import problem_with_gpus, visible_gpus
 
 AGENT: Final = "holdfast.workers.agent.main"
@@ -52,7 +51,7 @@ def launch(request_path: Path) -> dict[str, object]:
     with reading_run(request_path):
         request: dict[str, Any] = json.loads(_content(request_path))
         # This process runs under the spec's wrapper, and so does everything that it starts.
-        setup = after_setup("launch.setup", request["launch"].get("setup", ()))
+        setup = setup_lines.after_setup("launch.setup", request["launch"].get("setup", ()))
         python = shlex.join([*setup, request["launch"].get("python") or sys.executable])
         scheduler, gpus = dict(request["scheduler"]), _gpus_of(request)
     executor = _AgentExecutor(folder=paths.logs, python=python)
@@ -61,7 +60,7 @@ def launch(request_path: Path) -> dict[str, object]:
     executor.parameters.update(gpus)
     # submitit pickles a call, which nothing reads: the job's command starts the agent.
     job = executor.submit(str, str(request_path))
-    name = name_process(int(job.job_id))
+    name = processes.name_process(int(job.job_id))
     return {
         "job_id": job.job_id,
         "pid": int(job.job_id),

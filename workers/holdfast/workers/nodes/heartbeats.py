@@ -19,11 +19,8 @@ from typing import Any, Final
 import xxhash
 from pydantic import Field, ValidationError
 
-from holdfast.contracts.disk import bounds
-from holdfast.contracts.disk.durable import make_directory
-from holdfast.contracts.disk.filesystems import fetch_attributes, send_flag
+from holdfast.contracts.disk import bounds, durable, filesystems, reading
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, folder_of
-from holdfast.contracts.disk.reading import DOCUMENT_BYTES_MAX, open_beneath, open_regular
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.records.attempt import Document
 from holdfast.contracts.records.history import RunHistory
@@ -123,12 +120,14 @@ class HeartbeatWriter:
             os.close(self._handles.pop())
 
     def _open(self) -> None:
-        make_directory(self._paths.heartbeats)
+        durable.make_directory(self._paths.heartbeats)
         # A power cut may take the last heartbeats, which does no harm.
         # Without the flag, an NFS client would send a heartbeat half a minute late.
-        flags = os.O_RDWR | os.O_CREAT | send_flag(self._paths.heartbeats)
+        flags = os.O_RDWR | os.O_CREAT | filesystems.send_flag(self._paths.heartbeats)
         for path in _files(self._paths):
-            self._handles.append(open_beneath(path, flags, below=folder_of(self._paths.outcome)))
+            self._handles.append(
+                reading.open_beneath(path, flags, below=folder_of(self._paths.outcome))
+            )
         self._sizes = [os.fstat(handle).st_size for handle in self._handles]
         # Another node may have written before this one, and readers take the highest number.
         self._sequence = max((int(one["sequence"]) for one in _read_files(self._paths)), default=0)
@@ -149,7 +148,7 @@ def heartbeat_stamp(paths: AttemptPaths) -> tuple[object, ...]:
     stamps: list[object] = []
     for path in _present_files(paths):
         with contextlib.suppress(OSError):
-            fetch_attributes(path)
+            filesystems.fetch_attributes(path)
             facts = path.stat()
             stamps.append((facts.st_mtime_ns, facts.st_ino))
     return tuple(stamps)
@@ -182,10 +181,10 @@ def _read_files(paths: AttemptPaths) -> list[dict[str, Any]]:
 def _read_file(path: Path) -> dict[str, Any] | None:
     """Return the content of one file; None if it is missing, foreign, or being written now."""
     try:
-        with open(open_regular(path, below=folder_of(path)), "rb") as stream:
+        with open(reading.open_regular(path, below=folder_of(path)), "rb") as stream:
             # The cached size and bytes may be those of an earlier heartbeat, see decision 48.
-            fetch_attributes(stream.fileno())
-            content = stream.read(DOCUMENT_BYTES_MAX).rstrip()
+            filesystems.fetch_attributes(stream.fileno())
+            content = stream.read(reading.DOCUMENT_BYTES_MAX).rstrip()
         # A reader may see the bytes of two writes, because the file is overwritten in place. The
         # digest tells.
         digest = content[len(_START) : _DIGEST_END]

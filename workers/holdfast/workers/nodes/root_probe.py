@@ -19,11 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.disk.durable import STORAGE_FULL, create_bytes, fsync_directory
-from holdfast.contracts.disk.file_locks import wait_for_lock
-from holdfast.contracts.disk.filesystems import fetch_attributes, filesystem_of, is_there, send_flag
+from holdfast.contracts.disk import durable, file_locks, filesystems, reading
 from holdfast.contracts.disk.paths import real_folder
-from holdfast.contracts.disk.reading import is_mine
 from holdfast.contracts.plain_text import counted
 
 PREFIX: Final = ".probe."
@@ -61,7 +58,7 @@ class _UnfitError(Exception):
 
 def describe(folder: Path) -> str:
     """Return a folder and the type of its file system, for messages."""
-    return f"{folder} ({filesystem_of(folder).kind or 'unknown file system'})"
+    return f"{folder} ({filesystems.filesystem_of(folder).kind or 'unknown file system'})"
 
 
 def find_problems(folder: Path) -> list[RootProblem]:
@@ -100,7 +97,7 @@ def _find_lasting_problems(folder: Path) -> list[RootProblem]:
         try:
             found = find_problems(folder)
         except OSError as error:
-            if error.errno in STORAGE_FULL:
+            if error.errno in durable.STORAGE_FULL:
                 return []
             detail = error.strerror or str(error)
             found = [RootProblem("writing", f"files cannot be written there ({detail})")]
@@ -122,7 +119,7 @@ class _Need:
         try:
             self.attempt(place)
         except (OSError, _UnfitError) as error:
-            if isinstance(error, OSError) and error.errno in STORAGE_FULL:
+            if isinstance(error, OSError) and error.errno in durable.STORAGE_FULL:
                 raise
             detail = getattr(error, "strerror", None) or str(error)
             text = f"the file system {self.lack} ({detail}), which {self.reason}"
@@ -159,12 +156,12 @@ def _try_renames(place: Path) -> None:
 
 
 def _try_folder_sync(place: Path) -> None:
-    fsync_directory(place)
+    durable.fsync_directory(place)
 
 
 def _try_appends(place: Path) -> None:
     path = place / _LINES
-    handle = os.open(path, _APPEND | send_flag(place))
+    handle = os.open(path, _APPEND | filesystems.send_flag(place))
     try:
         for line in (b"one\n", b"two\n"):
             os.write(handle, line)
@@ -185,7 +182,7 @@ def _try_appends(place: Path) -> None:
 def _try_locks(place: Path) -> None:
     with (place / "first").open("rb") as mine, (place / "first").open("rb") as other:
         fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if wait_for_lock(other.fileno()):
+        if file_locks.wait_for_lock(other.fileno()):
             raise _UnfitError("a file was locked twice")
 
 
@@ -199,7 +196,7 @@ def _try_private_files(place: Path) -> None:
     facts = path.stat()
     if facts.st_mode & 0o077:
         raise _UnfitError(f"a file of mode 0600 has mode {facts.st_mode & 0o7777:04o}")
-    if not is_mine(path):
+    if not reading.is_mine(path):
         raise _UnfitError(
             f"a file that user {os.geteuid()} created belongs to user {facts.st_uid}; root is "
             "often mapped to another user"
@@ -252,10 +249,12 @@ class SharedProbe:
         self.folder = Path(tempfile.mkdtemp(dir=folder, prefix=PREFIX))
         self._handle = -1
         try:
-            create_bytes(self.folder / _TOKEN, self.token.encode())
-            self._handle = os.open(self.folder / _LINES, _APPEND | send_flag(folder), 0o600)
+            durable.create_bytes(self.folder / _TOKEN, self.token.encode())
+            self._handle = os.open(
+                self.folder / _LINES, _APPEND | filesystems.send_flag(folder), 0o600
+            )
             # Held while the other nodes compare: if one of them can lock the file, locks are local.
-            wait_for_lock(self._handle)
+            file_locks.wait_for_lock(self._handle)
             for _ in range(2):
                 os.write(self._handle, f"{self.token}\n".encode())
             os.fsync(self._handle)
@@ -290,7 +289,7 @@ def _problems_with_lines(path: Path, token: str) -> list[RootProblem]:
         text = f"lines that node 0 has synced are not there after {SEEN_S:.0f} s"
         found.append(RootProblem("the same lines", text))
     with path.open("rb") as stream:
-        if wait_for_lock(stream.fileno(), shared=True):
+        if file_locks.wait_for_lock(stream.fileno(), shared=True):
             text = (
                 "a file that node 0 has locked can be locked here too, so a run could have two "
                 "supervisors; mount it with locks that hold between hosts (NFS: without nolock and "
@@ -331,10 +330,10 @@ def judge_races(winners: Sequence[int]) -> list[RootProblem]:
 
 def _holds(path: Path, content: bytes) -> bool:
     """Return True if `path` has exactly `content`, as the server knows it."""
-    if not is_there(path):
+    if not filesystems.is_there(path):
         return False
     with path.open("rb") as stream:
-        fetch_attributes(stream.fileno())
+        filesystems.fetch_attributes(stream.fileno())
         return stream.read(len(content) + 1) == content
 
 

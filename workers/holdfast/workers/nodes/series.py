@@ -17,11 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from holdfast.contracts.disk import durable, filesystems, reading
 from holdfast.contracts.disk.bounds import ByteCount, Name, Number
-from holdfast.contracts.disk.durable import make_directory, write_bytes
-from holdfast.contracts.disk.filesystems import send_flag
 from holdfast.contracts.disk.paths import folder_of
-from holdfast.contracts.disk.reading import open_beneath
 from holdfast.contracts.records.attempt import Document
 from holdfast.workers.nodes.gpus import GpuBeat
 
@@ -172,12 +170,12 @@ class SeriesWriter:
         if self._path is None:
             self._path = self._create()
         if not self._is_whole:
-            write_bytes(self._path, self._content(), below=folder_of(self._path))
+            durable.write_bytes(self._path, self._content(), below=folder_of(self._path))
             self._is_whole = True
             return
         # After a part of a row, the whole file is written again.
         self._is_whole = False
-        self._write(self._path, os.O_APPEND | send_flag(self._folder), row.pack())
+        self._write(self._path, os.O_APPEND | filesystems.send_flag(self._folder), row.pack())
         self._is_whole = True
 
     def _content(self) -> bytes:
@@ -186,7 +184,7 @@ class SeriesWriter:
 
     def _create(self) -> Path:
         """Create a file that no other process writes. Another agent may have had this node."""
-        make_directory(self._folder)
+        durable.make_directory(self._folder)
         number, self._is_whole = 1, False
         while True:
             path = self._folder / f"{self._header.kind}-{self._header.node:04d}.{number}.bin"
@@ -198,7 +196,7 @@ class SeriesWriter:
             return path
 
     def _write(self, path: Path, flags: int, content: bytes) -> None:
-        handle = open_beneath(path, os.O_WRONLY | flags, below=folder_of(path))
+        handle = reading.open_beneath(path, os.O_WRONLY | flags, below=folder_of(path))
         try:
             if os.write(handle, content) != len(content):
                 raise OSError(f"{path}: only a part was written")

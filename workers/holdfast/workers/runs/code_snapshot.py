@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.disk.durable import fsync_directory
-from holdfast.contracts.disk.paths import ROOT_ID, holdfast_home
+from holdfast.contracts.disk import durable, paths
 from holdfast.contracts.errors import PreflightError
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.runs.provenance import ask_git, is_open_here
@@ -108,7 +107,7 @@ def copy_code(found: CodeFiles, target: Path) -> None:
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    fsync_directory(target.parent)
+    durable.fsync_directory(target.parent)
 
 
 def _collect(source: Path, prefix: Path, found: CodeFiles, links: list[Path]) -> None:
@@ -172,7 +171,7 @@ class _Skipped:
         """Return True if `path` is in such a folder below the source."""
         folder = path.parent
         if folder not in self._known:
-            is_ours = (folder / ROOT_ID).exists() or folder == holdfast_home()
+            is_ours = (folder / paths.ROOT_ID).exists() or folder == paths.holdfast_home()
             self._known[folder] = is_ours or self.has(folder)
         return self._known[folder]
 

@@ -13,16 +13,10 @@ from typing import Any, Final
 
 import xxhash
 
-from holdfast.contracts.disk.file_locks import locked
-from holdfast.contracts.disk.filesystems import delay_s, is_there, revalidate
+from holdfast.contracts import errors
+from holdfast.contracts.disk import file_locks, filesystems, reading
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, folder_of
-from holdfast.contracts.disk.reading import read_tail
-from holdfast.contracts.errors import (
-    ForeignFileError,
-    SchedulerError,
-    SchedulerUnavailableError,
-)
 from holdfast.contracts.records.attempt import (
     Claim,
     Missing,
@@ -129,7 +123,7 @@ def observe(attempt: AttemptPaths) -> Observation:
     before = read_documents(attempt)
     status = None
     if before.request is not None:
-        with contextlib.suppress(SchedulerUnavailableError, SchedulerError):
+        with contextlib.suppress(errors.SchedulerUnavailableError, errors.SchedulerError):
             # The job that claimed the attempt runs it, even if another was recorded.
             since = before.outcome.ended_at + JOB_ENDS_S if before.outcome else 0.0
             executor = executor_for(before.request.executor)
@@ -141,7 +135,7 @@ def observe(attempt: AttemptPaths) -> Observation:
         submission=before.submission,
         claim=after.claim,
         outcome=after.outcome,
-        stop=read_document(StopFile, attempt.stop) if is_there(attempt.stop) else None,
+        stop=read_document(StopFile, attempt.stop) if filesystems.is_there(attempt.stop) else None,
         status=status,
     )
 
@@ -233,7 +227,7 @@ def _digest_of_beats(attempt: AttemptPaths) -> str:
 def _absence_s(attempt: AttemptPaths, seen: Observation) -> float:
     """Return for how many seconds the outcome or job must be missing before that counts."""
     if seen.request is None:
-        return delay_s(attempt.directory)
+        return filesystems.delay_s(attempt.directory)
     if seen.request.executor == "local":
         # The job ran on this host, which sees its own files immediately.
         return 0.0
@@ -241,7 +235,7 @@ def _absence_s(attempt: AttemptPaths, seen: Observation) -> float:
         return VERDICT_WAIT_S
     if seen.misses == "job":
         return executor_for(seen.request.executor).absence_s
-    return delay_s(attempt.directory)
+    return filesystems.delay_s(attempt.directory)
 
 
 def _end(
@@ -262,7 +256,7 @@ def _end(
         if seen.outcome is None:
             # The last look bypasses the client's cache, which may remember that there is no
             # outcome, see decision 48.
-            revalidate(attempt.directory)
+            filesystems.revalidate(attempt.directory)
             found = read_documents(attempt)
             seen = replace(seen, outcome=found.outcome, claim=found.claim)
             # A job that starts late must not run an attempt that has ended.
@@ -322,7 +316,7 @@ def _end_leaderless(
     if _may_continue(history.spec, seen.request) and 0 <= lost_s < SUCCESSION_S:
         return
     if seen.request is not None and seen.job is not None:
-        with contextlib.suppress(SchedulerError):
+        with contextlib.suppress(errors.SchedulerError):
             executor_for(seen.request.executor).cancel(seen.request, seen.job)
 
 
@@ -340,7 +334,7 @@ def _awaits_submission(seen: Observation) -> bool:
 def _ending_lock(attempt: AttemptPaths) -> Iterator[None]:
     """Hold the lock under which one process writes the attempt's ending."""
     below = folder_of(attempt.ending_lock)
-    with locked(attempt.ending_lock, ENDING_LOCK_S, below=below) as is_locked:
+    with file_locks.locked(attempt.ending_lock, ENDING_LOCK_S, below=below) as is_locked:
         if not is_locked:
             raise TimeoutError(
                 f"{attempt.ending_lock}: locked for {ENDING_LOCK_S:.0f} s; the process that writes "
@@ -413,8 +407,8 @@ def job_log_tail(attempt: AttemptPaths) -> str:
     logs = job_logs(attempt)
     found = sorted(logs.glob("*.err"))
     try:
-        return read_tail(found[-1], LOG_TAIL_BYTES, below=logs.parent) if found else ""
-    except (OSError, ForeignFileError):
+        return reading.read_tail(found[-1], LOG_TAIL_BYTES, below=logs.parent) if found else ""
+    except (OSError, errors.ForeignFileError):
         return ""
 
 

@@ -14,6 +14,7 @@ from holdfast.contracts.disk.journal import AUTOMATIC, EventKind
 from holdfast.contracts.disk.manifest import read_manifest, require_own_directory
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, checkpoint_id
 from holdfast.contracts.plain_text import counted
+from holdfast.contracts.records import history_cache, saving
 from holdfast.contracts.records.annotations import require_note
 from holdfast.contracts.records.attempt import (
     Request,
@@ -29,9 +30,7 @@ from holdfast.contracts.records.history import (
     RunHistory,
     pinned_checkpoints,
 )
-from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.orders import OrderBook, OrderState, open_orders, orders_of
-from holdfast.contracts.records.saving import trained_in, why_nothing_is_saved
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.workers.decisions import places
 from holdfast.workers.decisions.exclusions import Rooms, exclude_for
@@ -150,7 +149,7 @@ def request(
 
 
 def _disk_full_message(paths: RunPaths, action: Action, error: OSError) -> str:
-    last = load_tallied(paths).last_attempt
+    last = history_cache.load_tallied(paths).last_attempt
     job = f", or end job {last.job_id} with the scheduler's own command" if last else ""
     return (
         f"run {paths.name}: the file system is full ({error}), so the request to {action} was "
@@ -180,7 +179,7 @@ class _Asked:
 
 def _request(paths: RunPaths, asked: _Asked, *, alone: bool, seen: int | None) -> str:
     with _orders_of_run(paths) as book:
-        history = load_tallied(paths)
+        history = history_cache.load_tallied(paths)
         # One of Holdfast's own requests is based on what it has read. A newer order ends that
         # reason.
         book.require(seen)
@@ -206,7 +205,7 @@ def _request(paths: RunPaths, asked: _Asked, *, alone: bool, seen: int | None) -
             return _what_follows(history, asked.action, asked.gpus)
         # Under the lock, so that the file is that of the newest order.
         _write_stop(paths.attempt(last.number), asked, number)
-    unsaved = why_nothing_is_saved(trained_in(history))
+    unsaved = saving.why_nothing_is_saved(saving.trained_in(history))
     return _end_attempt(paths, last, asked.action, now=asked.now, unsaved=unsaved)
 
 
@@ -239,7 +238,7 @@ def pin(paths: RunPaths, checkpoint: str, *, by: str, note: str = "", writer: st
 def unpin(paths: RunPaths, checkpoint: str, *, by: str, writer: str = "cli") -> str:
     """Make a checkpoint subject to the keep rules again; return its id."""
     with _orders_of_run(paths) as book:
-        if checkpoint not in pinned_checkpoints(load_tallied(paths).events):
+        if checkpoint not in pinned_checkpoints(history_cache.load_tallied(paths).events):
             raise errors.RunStateError(f"{checkpoint_id(paths.name, checkpoint)} is not pinned")
         book.give(EventKind.UNPINNED, checkpoint=checkpoint, by=by, via=writer)
     return checkpoint_id(paths.name, checkpoint)
@@ -249,7 +248,7 @@ def unpin(paths: RunPaths, checkpoint: str, *, by: str, writer: str = "cli") -> 
 def _orders_of_run(paths: RunPaths) -> Iterator[OrderBook]:
     """Hold the lock of the run's orders. Raises `NotFoundError` if there is no run."""
     # Long journals are read before the lock is taken, so that no other order waits for that.
-    load_tallied(paths)
+    history_cache.load_tallied(paths)
     with open_orders(paths) as book:
         yield book
 

@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.disk.durable import make_directory
-from holdfast.contracts.disk.filesystems import NODE_LOCAL, filesystem_of
+from holdfast.contracts.disk import durable, filesystems
 from holdfast.contracts.environment import problems_with_addresses
 from holdfast.contracts.errors import PreflightError, SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec.resources import Resources, gpu_kind, gpus_of
 from holdfast.contracts.spec.run_spec import RunSpec
-from holdfast.workers.nodes.root_probe import describe, find_problems
-from holdfast.workers.nodes.visible_gpus import problem_with_gpus
+from holdfast.workers.nodes import root_probe, visible_gpus
 from holdfast.workers.schedulers import slurm_client
 from holdfast.workers.schedulers.slurm_restarts import problem_with_cluster
 
@@ -59,7 +57,7 @@ def check(spec: RunSpec, root: Path) -> None:
         problems += _slurm_problems(spec, places)
     elif not spec.launch.wrapper:
         environment = {**os.environ, **spec.environment}
-        problem = problem_with_gpus(environment, spec.resources.gpus_per_node)
+        problem = visible_gpus.problem_with_gpus(environment, spec.resources.gpus_per_node)
         problems += [problem] * bool(problem)
     if problems:
         listing = "\n".join(f"  - {problem}" for problem in problems)
@@ -80,12 +78,12 @@ def _places(spec: RunSpec, root: Path) -> list[_Place]:
 def _place_problems(place: _Place) -> list[str]:
     """Try what the place's file system can do, on this host; agents do the same on the nodes."""
     try:
-        make_directory(place.folder)
-        found = find_problems(place.folder)
+        durable.make_directory(place.folder)
+        found = root_probe.find_problems(place.folder)
     except OSError as error:
         problem = f"cannot write there ({error.strerror or error})"
         return [f"{place}: {problem}; {place.give('writable directory')}"]
-    described, advice = describe(place.folder), place.give("directory on other storage")
+    described, advice = root_probe.describe(place.folder), place.give("directory on other storage")
     problems = [
         f"{place.name} {described}: {one.text}; {advice}, or mount it with what is missing"
         for one in found
@@ -97,7 +95,7 @@ def _lock_option_problems(place: _Place) -> list[str]:
     """Check that locks hold between hosts, as far as mount options show it."""
     # Where two hosts can lock the same file, a run could have two supervisors. Mount options show
     # only some of these mounts, so the nodes try it too, see decision 62.
-    if local := filesystem_of(place.folder).local_lock_option:
+    if local := filesystems.filesystem_of(place.folder).local_lock_option:
         return [
             (
                 f"{place}: it is mounted with {local}, so locks hold on one host only and a run "
@@ -365,11 +363,15 @@ def _sharing_problems(place: _Place, nodes: list[dict[str, str]]) -> list[str]:
     )
     if not elsewhere:
         return []
-    mounted = filesystem_of(place.folder)
+    mounted = filesystems.filesystem_of(place.folder)
     if mounted.may_be_shared:
         return []
     kind = mounted.kind
-    location = "is in memory" if kind in NODE_LOCAL else f"is a local file system ({kind or '?'})"
+    location = (
+        "is in memory"
+        if kind in filesystems.NODE_LOCAL
+        else f"is a local file system ({kind or '?'})"
+    )
     return [
         (
             f"{place} {location}, so node {elsewhere[0]} would not see it; "

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.disk.digests import document_digest
-from holdfast.contracts.disk.paths import default_root, holdfast_home
+from holdfast.contracts.disk import digests, paths
 from holdfast.contracts.records.attempt import Provenance
 from holdfast.contracts.spec.run_spec import RunSpec
 
@@ -38,7 +37,7 @@ def files_under(folder: Path) -> Iterator[str]:
 
     Hidden folders, caches and the folders of Holdfast's index and runs are left out.
     """
-    ours = {os.path.realpath(place) for place in (holdfast_home(), default_root())}
+    ours = {os.path.realpath(place) for place in (paths.holdfast_home(), paths.default_root())}
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(
             name
@@ -84,9 +83,11 @@ def take_provenance(spec: RunSpec, code: Path) -> Provenance:
     return Provenance(
         code_commit=commit,
         code_digest=changes,
-        config_digest=document_digest(spec.config),
-        data_digest=None if data is None else document_digest([data, describe_data(data, code)]),
-        environment_digest=document_digest(
+        config_digest=digests.document_digest(spec.config),
+        data_digest=None
+        if data is None
+        else digests.document_digest([data, describe_data(data, code)]),
+        environment_digest=digests.document_digest(
             [variables, launch.python, launch.setup, launch.container, *more]
         ),
     )

@@ -12,9 +12,8 @@ from functools import partial
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import reading_run
+from holdfast.contracts.records import history_cache, supervision
 from holdfast.contracts.records.history import RunHistory
-from holdfast.contracts.records.history_cache import load_tallied
-from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.spec.secrets import forget_record
 
 
@@ -26,7 +25,7 @@ def reconcile(
     `load` returns the history, by default `load_tallied`. If the scheduler does not answer, nothing
     changes. Raises `NotFoundError` if there is no run.
     """
-    load = load or partial(load_tallied, paths)
+    load = load or partial(history_cache.load_tallied, paths)
     history = load()
     open_attempts = [view for view in history.attempts if not view.state.is_terminal]
     changed = False
@@ -48,4 +47,4 @@ def needs_secrets(paths: RunPaths, history: RunHistory) -> bool:
     """Return True if the run is live, or if its supervisor may still start a consumer."""
     if history.state.is_live:
         return True
-    return bool(history.spec.on) and is_supervised(paths.flow_lock) is True
+    return bool(history.spec.on) and supervision.is_supervised(paths.flow_lock) is True

@@ -14,17 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.disk.durable import fsync_directory
-from holdfast.contracts.disk.file_locks import locked
-from holdfast.contracts.disk.leases import readers
-from holdfast.contracts.disk.manifest import committed_checkpoints
+from holdfast.contracts.disk import durable, file_locks, leases, manifest, reading, visits
 from holdfast.contracts.disk.paths import OF_RUN, RunPaths, real_folder
-from holdfast.contracts.disk.reading import is_mine
-from holdfast.contracts.disk.visits import own_runs, visit
 from holdfast.contracts.errors import RunConflictError
+from holdfast.contracts.records import history, orders
 from holdfast.contracts.records.attempt import RunRecord
-from holdfast.contracts.records.history import load_history, pinned_checkpoints
-from holdfast.contracts.records.orders import open_orders
 from holdfast.workers.runs.run_folders import read_record, require_own
 
 # No run's name begins with a dot.
@@ -40,7 +34,7 @@ def delete_run(paths: RunPaths, *, dry_run: bool) -> dict[str, Any]:
     """
     require_own(paths)
     record = read_record(paths)
-    kept = committed_checkpoints(paths)
+    kept = manifest.committed_checkpoints(paths)
     facts = {
         "run": paths.name,
         "uid": record.uid,
@@ -57,7 +51,7 @@ def delete_run(paths: RunPaths, *, dry_run: bool) -> dict[str, Any]:
         gone = paths.directory.with_name(f"{DELETED}{paths.name}-{record.uid}")
         os.rename(paths.directory, gone)
         # Before any byte goes. Otherwise a power cut could bring back a run that lacks files.
-        fsync_directory(gone.parent)
+        durable.fsync_directory(gone.parent)
     _remove_deleted(paths.directory.parent)
     return facts
 
@@ -66,10 +60,10 @@ def delete_run(paths: RunPaths, *, dry_run: bool) -> dict[str, Any]:
 def _alone(paths: RunPaths) -> Iterator[None]:
     """Hold the locks of a run that has ended. Raises `RunConflictError` for another run."""
     with (
-        locked(paths.flow_lock, 0.0, owner_only=True) as is_locked,
-        open_orders(paths) if is_locked else contextlib.nullcontext(),
+        file_locks.locked(paths.flow_lock, 0.0, owner_only=True) as is_locked,
+        orders.open_orders(paths) if is_locked else contextlib.nullcontext(),
     ):
-        state = load_history(paths).state
+        state = history.load_history(paths).state
         if state.is_live or not is_locked:
             has = f"is {state}" if state.is_live else "still has a supervisor"
             raise RunConflictError(
@@ -81,13 +75,13 @@ def _alone(paths: RunPaths) -> Iterator[None]:
 
 def _refuse_if_needed(paths: RunPaths, record: RunRecord) -> None:
     """Raise `RunConflictError` if a pin, a reader or a fork needs one of the run's checkpoints."""
-    if pinned := sorted(pinned_checkpoints(load_history(paths).events)):
+    if pinned := sorted(history.pinned_checkpoints(history.load_history(paths).events)):
         raise RunConflictError(
             f"{paths.name}: {', '.join(pinned)} is pinned. Remove the pin with "
             f"`holdfast unpin {paths.name}:{pinned[0]}` first"
         )
     for directory in paths.list_checkpoints():
-        if who := readers(directory):
+        if who := leases.readers(directory):
             raise RunConflictError(
                 f"{paths.name}: {directory.name} is being read by {', '.join(who)}. Try again when "
                 "that has ended"
@@ -103,16 +97,16 @@ def _forks_without_checkpoints(paths: RunPaths, uid: str) -> list[str]:
     """Return this user's forks that still need the run. Nobody else's folder can keep it."""
 
     def needs_it(other: RunPaths) -> bool:
-        return read_record(other).forked_uid == uid and not committed_checkpoints(other)
+        return read_record(other).forked_uid == uid and not manifest.committed_checkpoints(other)
 
-    runs = own_runs(paths.directory.parent)
-    return [one.paths.name for one in visit(runs, needs_it) if one.result]
+    runs = visits.own_runs(paths.directory.parent)
+    return [one.paths.name for one in visits.visit(runs, needs_it) if one.result]
 
 
 def _remove_deleted(root: Path) -> None:
     """Remove this user's deleted runs in `root`, including those that a killed process left."""
     for folder in sorted(root.glob(f"{DELETED}*")):
-        if not is_mine(folder) or folder.is_symlink():
+        if not reading.is_mine(folder) or folder.is_symlink():
             continue
         checkpoints = folder / "checkpoints"
         if checkpoints.is_symlink():
@@ -120,7 +114,7 @@ def _remove_deleted(root: Path) -> None:
             target = real_folder(checkpoints).parent
             # Nothing is deleted in a folder that does not lead back to this user's run, see
             # decision 64.
-            if target != folder and is_mine(target) and (target / OF_RUN).is_symlink():
+            if target != folder and reading.is_mine(target) and (target / OF_RUN).is_symlink():
                 shutil.rmtree(target, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
-    fsync_directory(root)
+    durable.fsync_directory(root)

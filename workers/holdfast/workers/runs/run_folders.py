@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from holdfast.contracts.disk import durable
-from holdfast.contracts.disk.file_locks import locked
+from holdfast.contracts import errors
+from holdfast.contracts.disk import durable, file_locks, reading, roots
 from holdfast.contracts.disk.paths import (
     OF_RUN,
     RUN_NAME,
@@ -23,20 +23,11 @@ from holdfast.contracts.disk.paths import (
     list_runs,
     real_folder,
 )
-from holdfast.contracts.disk.reading import is_mine
-from holdfast.contracts.disk.roots import ensure_root_id
-from holdfast.contracts.errors import (
-    NotFoundError,
-    RunConflictError,
-    SpecError,
-)
 from holdfast.contracts.plain_text import counted
+from holdfast.contracts.records import history_cache, supervision
 from holdfast.contracts.records.attempt import RunRecord, create_document, read_document
-from holdfast.contracts.records.history_cache import load_tallied
-from holdfast.contracts.records.supervision import is_supervised
-from holdfast.contracts.spec.part import unknown_keys
+from holdfast.contracts.spec import part, written
 from holdfast.contracts.spec.run_spec import RunSpec
-from holdfast.contracts.spec.written import OF_PROGRAM
 from holdfast.contracts.states import RunState
 from holdfast.workers.runs.code_snapshot import CodeFiles, copy_code, find_code
 
@@ -75,12 +66,12 @@ def create_run(
     code = find_code(Path(spec.launch.working_directory)) if is_snapshot else None
     paths = RunPaths(root / (folder or spec.name))
     durable.make_directory(root)
-    ensure_root_id(root)
+    roots.ensure_root_id(root)
     try:
         paths.directory.mkdir()
     except FileExistsError:
         if not _is_abandoned(paths):
-            raise RunConflictError(
+            raise errors.RunConflictError(
                 f"{paths.directory}: a run of this name exists already; give another name"
             ) from None
     durable.fsync_directory(root)
@@ -131,14 +122,14 @@ def _creating(paths: RunPaths) -> Iterator[None]:
 
     Raises `RunConflictError` if another process holds it, or has created the run.
     """
-    with locked(paths.orders_lock, 0.0) as is_locked:
+    with file_locks.locked(paths.orders_lock, 0.0) as is_locked:
         if not is_locked or has_spec(paths.directory):
             raise _created_meanwhile(paths)
         yield
 
 
-def _created_meanwhile(paths: RunPaths) -> RunConflictError:
-    return RunConflictError(
+def _created_meanwhile(paths: RunPaths) -> errors.RunConflictError:
+    return errors.RunConflictError(
         f"{paths.directory}: another process created this run at the same time; "
         "run the same command again to attach to it"
     )
@@ -209,12 +200,12 @@ def attach_or_create(spec: RunSpec, root: Path, *, created_by: str) -> tuple[Run
     if not _is_own(newest):
         return create_run(spec, root, created_by=created_by, folder=following), True
     record = read_record(newest)
-    state = load_tallied(newest).state
+    state = history_cache.load_tallied(newest).state
     same = is_same_spec(record, spec) and not newer_keys(record)
     if same and (state.is_live or state is RunState.COMPLETED):
         return newest, False
     if same:
-        raise RunConflictError(
+        raise errors.RunConflictError(
             f"run {newest.name} {how_ended(state)}; `holdfast relaunch {newest.name}` continues it "
             "from its newest checkpoint; give another name to start again"
         )
@@ -222,7 +213,7 @@ def attach_or_create(spec: RunSpec, root: Path, *, created_by: str) -> tuple[Run
         digests = f"digest {record.spec_digest[:12]}, given {spec.digest[:12]}"
         keys = ", ".join(_written_otherwise(record, spec))
         only = f"only one of them has {keys}" if record.spec_digest == spec.digest else digests
-        raise RunConflictError(
+        raise errors.RunConflictError(
             f"run {newest.name} is {state} with another spec ({only}); "
             "the spec of a live run cannot change. Stop the run first, "
             "or `holdfast fork` one of its checkpoints under a new name"
@@ -248,7 +239,7 @@ def is_same_spec(record: RunRecord, spec: RunSpec) -> bool:
 def _written_otherwise(record: RunRecord, spec: RunSpec) -> list[str]:
     """Return the keys that the program can give too and that only one of the two has."""
     then, now = record.read_spec().sources, spec.sources
-    return [key for key in OF_PROGRAM if (key in then) != (key in now)]
+    return [key for key in written.OF_PROGRAM if (key in then) != (key in now)]
 
 
 def newer_keys(record: RunRecord) -> list[str]:
@@ -257,7 +248,7 @@ def newer_keys(record: RunRecord) -> list[str]:
     Unknown keys that only have their defaults in the newer version do not count. If the record
     has no list of the given keys, all keys count.
     """
-    return unknown_keys(record.spec if record.given is None else record.given, RunSpec)
+    return part.unknown_keys(record.spec if record.given is None else record.given, RunSpec)
 
 
 def why_not_submitted(record: RunRecord) -> str:
@@ -303,7 +294,7 @@ def next_folder(root: Path, name: str) -> RunPaths | None:
         newest, last = own_generation(root, name), _last_generation(root, name)
     except OSError:
         return None
-    if newest is not None and is_supervised(newest.flow_lock):
+    if newest is not None and supervision.is_supervised(newest.flow_lock):
         return None
     return RunPaths(root / (f"{name}.r{last + 1}" if last else name))
 
@@ -311,7 +302,7 @@ def next_folder(root: Path, name: str) -> RunPaths | None:
 def require_own(paths: RunPaths) -> None:
     """Raise `SpecError` for another user's run: its command would run as the caller."""
     if not paths.is_mine():
-        raise SpecError(
+        raise errors.SpecError(
             f"run {paths.name} belongs to another user, whose command would run as you. Ask its "
             "owner to relaunch it, or read its spec "
             f"(`holdfast show {paths.name} --json`) and fork one of its checkpoints."
@@ -339,7 +330,7 @@ def find_run(root: Path, name: str) -> RunPaths:
     there = [run.name for run in list_runs(root)]
     near = difflib.get_close_matches(name, there, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(near)}?" if near else "list the runs with `holdfast runs`"
-    raise NotFoundError(
+    raise errors.NotFoundError(
         f"no run {name!r} under {root} ({counted(len(there), 'run')} there); {hint}"
     )
 
@@ -348,7 +339,7 @@ def read_record(paths: RunPaths) -> RunRecord:
     """Return the run's `spec.json`. Raises `NotFoundError` if the folder is not a run."""
     record = read_document(RunRecord, paths.spec)
     if record is None:
-        raise NotFoundError(
+        raise errors.NotFoundError(
             f"{paths.directory}: no run here (no spec.json); list the runs with `holdfast runs`"
         )
     return record
@@ -358,8 +349,8 @@ def _is_abandoned(paths: RunPaths) -> bool:
     """Return True for the caller's own folder that a crash left before it held a run."""
     is_empty = not has_spec(paths.directory) and not any(paths.attempts.glob("*"))
     # An import holds the lock until the folder is a run.
-    is_free = is_supervised(paths.flow_lock) is False
-    return is_empty and is_free and is_mine(paths.directory)
+    is_free = supervision.is_supervised(paths.flow_lock) is False
+    return is_empty and is_free and reading.is_mine(paths.directory)
 
 
 def how_ended(state: RunState) -> str:

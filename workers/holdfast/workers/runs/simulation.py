@@ -26,16 +26,8 @@ from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.records.tally import LaunchSpan, Span
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.decisions import causes, growth, places, policy
 from holdfast.workers.decisions.attempt_costs import Costs, Saves
-from holdfast.workers.decisions.causes import STATE_OF_CAUSE
-from holdfast.workers.decisions.growth import find_growth, grow_delay
-from holdfast.workers.decisions.places import (
-    ReturnWatch,
-    place_of,
-    reason_to_move,
-    relaunch_request,
-)
-from holdfast.workers.decisions.policy import decide, fits_any
 from holdfast.workers.runs.request import build_request
 from holdfast.workers.schedulers.cluster_history import Trace
 
@@ -176,11 +168,11 @@ class _Run:
         """Play an attempt that waits for too long and is taken back for the next place."""
         self._add_view(gpus, place, reason, AttemptState.PENDING, None)
         following = self.spec.resources.next_place(place) or 0
-        self._ask_for_place(following, reason_to_move(self.history, now=until), until)
+        self._ask_for_place(following, places.reason_to_move(self.history, now=until), until)
         self._end_attempt(Cause.OPERATOR, until, place, ())
 
     def _ask_for_place(self, place: int, why: str, at: float) -> None:
-        self._request(relaunch_request(self.views[-1], place, why), at)
+        self._request(places.relaunch_request(self.views[-1], place, why), at)
 
     def _request(self, facts: dict[str, Any], at: float) -> None:
         self.events.append(
@@ -221,9 +213,9 @@ class _Run:
 
     def _return(self, began: float, until: float) -> tuple[float, str]:
         """Return when the running attempt returns to the first choice, and why; '' if not."""
-        if place_of(self.views[-1]) == 0:
+        if places.place_of(self.views[-1]) == 0:
             return until, ""
-        history, now, watch = self.history, began, ReturnWatch()
+        history, now, watch = self.history, began, places.ReturnWatch()
         delay_s = 60 * self.spec.resources.return_after_min
         while now < until:
             if why := watch.look(history, partial(self._capacity, now), now=now):
@@ -249,10 +241,10 @@ class _Run:
         if not self.spec.elastic.grow:
             return until, 0
         history, now, seen = self.history, began, None
-        delay_s = grow_delay(history)
+        delay_s = growth.grow_delay(history)
         while now < until:
-            ask = partial(self._capacity, now, place=place_of(self.views[-1]))
-            seen, size = find_growth(history, ask, seen, now=now, fits=fits_any)
+            ask = partial(self._capacity, now, place=places.place_of(self.views[-1]))
+            seen, size = growth.find_growth(history, ask, seen, now=now, fits=policy.fits_any)
             if size:
                 return now, size
             due = math.inf if seen is None else max(seen.since, began) + delay_s
@@ -270,7 +262,7 @@ class _Run:
     @property
     def _trace(self) -> Trace:
         """The free GPUs at the place of the newest attempt."""
-        return self.traces[place_of(self.views[-1])]
+        return self.traces[places.place_of(self.views[-1])]
 
     def _end(
         self,
@@ -340,7 +332,7 @@ class _Run:
         launch = launches[-1] if launches else LaunchSpan()
         self.views[-1] = replace(
             view,
-            state=AttemptState.COMPLETED if cause is None else STATE_OF_CAUSE[cause],
+            state=AttemptState.COMPLETED if cause is None else causes.STATE_OF_CAUSE[cause],
             cause=cause,
             facts={"committed_step": self.committed},
             last_step=launch.last_step,
@@ -389,7 +381,7 @@ def simulate(
     run = _Run(spec, steps, costs, traces, random.Random(seed))
     while True:
         # The supervisor's own decision, so a simulation cannot differ from what a run would do.
-        decision = decide(run.history, run.room_at, now=run.now)
+        decision = policy.decide(run.history, run.room_at, now=run.now)
         if decision.action != "relaunch":
             break
         run.now += decision.delay_s + costs.relaunch_s

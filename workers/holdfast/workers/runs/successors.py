@@ -35,9 +35,7 @@ from holdfast.contracts.records.attempt import (
 from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.records.orders import open_orders
 from holdfast.contracts.states import AttemptState
-from holdfast.workers.decisions.attempt_limit import may_try_again
-from holdfast.workers.decisions.exclusions import excluded_hosts
-from holdfast.workers.decisions.places import place_of
+from holdfast.workers.decisions import attempt_limit, exclusions, places
 from holdfast.workers.decisions.policy import Decision
 from holdfast.workers.runs.request import (
     as_successor,
@@ -175,7 +173,7 @@ def _is_wanted(history: RunHistory) -> bool:
         and last.request.executor == "slurm"
         and last.job_id is not None
         and history.pending_request is None
-        and may_try_again(history)
+        and attempt_limit.may_try_again(history)
     )
 
 
@@ -246,8 +244,8 @@ def _request_of(history: RunHistory, last: AttemptView, number: int, now: float)
         attempt=last.number + 1,
         gpus=last.gpus,
         reason=f"the successor of attempt {last.number}",
-        exclude=excluded_hosts(history.attempts, now),
-        place=place_of(last),
+        exclude=exclusions.excluded_hosts(history.attempts, now),
+        place=places.place_of(last),
         created_at=now,
         cluster=last.request.cluster if last.request else None,
     )

@@ -24,10 +24,8 @@ from holdfast.contracts.records.attempt import (
 from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState
-from holdfast.workers.decisions.attempt_limit import may_try_again
-from holdfast.workers.decisions.drained_nodes import may_leave
+from holdfast.workers.decisions import attempt_limit, drained_nodes, places
 from holdfast.workers.decisions.exclusions import Rooms, exclude_for, excluded_hosts
-from holdfast.workers.decisions.places import is_queued, place_of, waited_s
 from holdfast.workers.decisions.sizes import allowed_sizes
 from holdfast.workers.runs import operator
 from holdfast.workers.runs.feasibility import Feasibility
@@ -42,7 +40,7 @@ def take_back_overdue(history: RunHistory, *, now: float, writer: str) -> str:
     has just started continues. Raises `SchedulerError` if the scheduler does not answer.
     """
     last, spec = history.last_attempt, history.spec
-    may_move = may_try_again(history)
+    may_move = attempt_limit.may_try_again(history)
     if last is None or last.request is None:
         return ""
     if not is_overdue(spec, last, now=now, may_move=may_move):
@@ -54,11 +52,11 @@ def take_back_overdue(history: RunHistory, *, now: float, writer: str) -> str:
     waits_for = last.pending.data.get("detail") if last.pending else ""
     why = (
         f"job {submission.job_id if submission else ''} of attempt {last.number} was pending for "
-        f"{waited_s(last, now) / 60:.0f} min, "
+        f"{places.waited_s(last, now) / 60:.0f} min, "
         f"last because of {waits_for or 'no reason that the scheduler gave'}"
     )
     exclude = excluded_hosts(history.attempts, now)
-    ask = ask_capacity(spec.resources.at(place_of(last)), exclude=exclude)
+    ask = ask_capacity(spec.resources.at(places.place_of(last)), exclude=exclude)
     gpus = None
     if may_move:
         gpus = smaller_size(spec, last.gpus, ask(is_urgent=True), Feasibility.of(history).allows)
@@ -82,9 +80,14 @@ def allow_hosts_again(history: RunHistory, *, now: float, writer: str) -> str:
     ends after a while. Without an answer of the scheduler, the job waits as before.
     """
     last = history.last_attempt
-    if last is None or last.request is None or not last.request.exclude or not is_queued(last):
+    if (
+        last is None
+        or last.request is None
+        or not last.request.exclude
+        or not places.is_queued(last)
+    ):
         return ""
-    place, attempt = place_of(last), history.paths.attempt(last.number)
+    place, attempt = places.place_of(last), history.paths.attempt(last.number)
     submission = read_document(Submission, attempt.submission)
     resources, executor = history.spec.resources.at(place), executor_for(last.request.executor)
     rooms = Rooms(lambda _: executor.room(resources, is_urgent=False))
@@ -111,11 +114,11 @@ def is_overdue(spec: RunSpec, last: AttemptView, *, now: float, may_move: bool =
     A job that waits before the last fallback goes to the next one instead, if it `may_move`.
     """
     limit_min = spec.supervision.pending_timeout_min
-    if limit_min is None or not is_queued(last):
+    if limit_min is None or not places.is_queued(last):
         return False
-    if may_move and spec.resources.next_place(place_of(last)) is not None:
+    if may_move and spec.resources.next_place(places.place_of(last)) is not None:
         return False
-    return waited_s(last, now) >= 60 * limit_min
+    return places.waited_s(last, now) >= 60 * limit_min
 
 
 def smaller_size(
@@ -191,7 +194,7 @@ def tell_drained_nodes(history: RunHistory) -> None:
     if last is None or last.request is None or last.state is not AttemptState.RUNNING:
         return
     attempt, request = history.paths.attempt(last.number), last.request
-    if not may_leave(history.spec, request):
+    if not drained_nodes.may_leave(history.spec, request):
         return
     submission = read_document(Submission, attempt.submission)
     if submission is None:

@@ -19,14 +19,6 @@ from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.spec.resources import Resources, gpu_kind, gpus_of
 from holdfast.workers.schedulers import slurm_client
-from holdfast.workers.schedulers.slurm_client import (
-    Ask,
-    call,
-    chosen_partitions,
-    expand_hosts,
-    format_time,
-    parse_time,
-)
 
 # Traces of free GPUs over time, such as those of a cloud's spot instances.
 
@@ -135,13 +127,15 @@ class _Use:
         return most
 
 
-def read_history(resources: Resources, days: float, *, now: float, ask: Ask | None = None) -> Trace:
+def read_history(
+    resources: Resources, days: float, *, now: float, ask: slurm_client.Ask | None = None
+) -> Trace:
     """Return the GPUs that were free for `resources` in the last `days` days before `now`.
 
     Raises `SpecError` if none of the cluster's nodes is for these resources, and `SchedulerError`
     if Slurm does not answer.
     """
-    ask = ask or partial(call, timeout_s=ANSWER_S_MAX)
+    ask = ask or partial(slurm_client.call, timeout_s=ANSWER_S_MAX)
     gpus = _gpus_by_node(resources, ask)
     if not sum(gpus.values()):
         raise SpecError(
@@ -155,7 +149,7 @@ def read_history(resources: Resources, days: float, *, now: float, ask: Ask | No
         )
     since = now - days * DAY_S
     use = _Use(gpus, since, now)
-    period = format_time(since), format_time(now)
+    period = slurm_client.format_time(since), slurm_client.format_time(now)
     for began, ended, nodes in _jobs(period, ask):
         use.add(began, ended, nodes)
     for node, began, ended in _events(period, ask):
@@ -168,33 +162,35 @@ def read_history(resources: Resources, days: float, *, now: float, ask: Ask | No
 
 
 def _jobs(
-    period: tuple[str, str], ask: Ask
+    period: tuple[str, str], ask: slurm_client.Ask
 ) -> Iterator[tuple[float, float | None, dict[str, float]]]:
     """Yield when each job began and ended, and its GPUs by node."""
     command = ["sacct", "-n", "-P", "-X", "-a", "-D", f"-S{period[0]}", f"-E{period[1]}"]
     for line in ask([*command, "-o", ",".join(JOB_FIELDS)]).splitlines():
         start, end, tres, hosts = line.split("|", 3)
-        began = parse_time(start)
+        began = slurm_client.parse_time(start)
         words = [word.partition("=") for word in tres.split(",")]
         count = sum(int(value) for key, _, value in words if key == "gres/gpu")
-        nodes = expand_hosts(hosts)
+        nodes = slurm_client.expand_hosts(hosts)
         if began is not None and count and nodes:
-            yield began, parse_time(end), {node: count / len(nodes) for node in nodes}
+            yield began, slurm_client.parse_time(end), {node: count / len(nodes) for node in nodes}
 
 
-def _events(period: tuple[str, str], ask: Ask) -> Iterator[tuple[str, float, float | None]]:
+def _events(
+    period: tuple[str, str], ask: slurm_client.Ask
+) -> Iterator[tuple[str, float, float | None]]:
     """Yield the node and the period of each time that it was down or drained."""
     chosen = [f"start={period[0]}", f"end={period[1]}", f"format={','.join(EVENT_FIELDS)}"]
     for line in ask(["sacctmgr", "-n", "-P", "show", "event", *chosen]).splitlines():
         node, start, end = line.split("|", 2)
-        began = parse_time(start)
+        began = slurm_client.parse_time(start)
         if began is not None:
-            yield node, began, parse_time(end)
+            yield node, began, slurm_client.parse_time(end)
 
 
-def _gpus_by_node(resources: Resources, ask: Ask) -> dict[str, int]:
+def _gpus_by_node(resources: Resources, ask: slurm_client.Ask) -> dict[str, int]:
     """Return the GPUs of the nodes of the partitions that the spec names, or of the default."""
-    mine = chosen_partitions(resources, slurm_client.partitions(ask))
+    mine = slurm_client.chosen_partitions(resources, slurm_client.partitions(ask))
     names = {str(one.get("PartitionName")) for one in mine}
     kind = resources.gpu_type or gpu_kind(resources.gres or "")
     return {

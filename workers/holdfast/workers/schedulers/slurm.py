@@ -20,9 +20,8 @@ from holdfast.contracts import errors
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.paths import AttemptPaths, ConsumerPaths, SuccessorPaths, account_name
 from holdfast.contracts.records.attempt import Request, Submission
-from holdfast.contracts.spec.part import problem_with_value
+from holdfast.contracts.spec import part, slurm_options
 from holdfast.contracts.spec.resources import Resources
-from holdfast.contracts.spec.slurm_options import LOSES_JOB, problem_with_option, problem_with_setup
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.nodes.setup_lines import checked_lines
 from holdfast.workers.schedulers import base, slurm_capacity, slurm_client, slurm_restarts
@@ -93,12 +92,17 @@ def _check_parameters(request: Request) -> None:
     launch = request.launch
     given = {"launch.python": launch.python, "launch.wrapper": launch.wrapper, **request.scheduler}
     found = {
-        key: problem_with_value(one, several_lines=key == "setup") for key, one in given.items()
+        key: part.problem_with_value(one, several_lines=key == "setup")
+        for key, one in given.items()
     }
     problems = [f"{key}: {problem}" for key, problem in found.items() if problem]
     extra = request.resources.extra
-    problems += [problem for name in extra if (problem := problem_with_option(name, LOSES_JOB))]
-    if problem := problem_with_setup(request.scheduler.get("setup") or ()):
+    problems += [
+        problem
+        for name in extra
+        if (problem := slurm_options.problem_with_option(name, slurm_options.LOSES_JOB))
+    ]
+    if problem := slurm_options.problem_with_setup(request.scheduler.get("setup") or ()):
         problems.append(f"launch.setup: {problem}")
     if problems:
         raise errors.SubmissionRefusedError(

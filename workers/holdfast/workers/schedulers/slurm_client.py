@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts import errors
-from holdfast.contracts.disk.durable import to_json, write_bytes
-from holdfast.contracts.disk.file_locks import locked
+from holdfast.contracts.disk import durable, file_locks, reading
 from holdfast.contracts.disk.paths import holdfast_home
-from holdfast.contracts.disk.reading import open_regular
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.states import AttemptState
 
@@ -586,8 +584,8 @@ def shared_call(arguments: Sequence[str], *, age_s: float, since: float = 0.0) -
             known = _read(place)
             if known is None or not known.is_fresh(age_s, since):
                 known = _ask(arguments)
-                content = to_json(asdict(known))
-                write_bytes(place, content, mode=0o600, below=holdfast_home())
+                content = durable.to_json(asdict(known))
+                durable.write_bytes(place, content, mode=0o600, below=holdfast_home())
     except (OSError, errors.ForeignFileError, errors.SpecError):
         # Without a usable home there is nothing to share.
         return call(arguments)
@@ -656,7 +654,7 @@ def _locked(place: Path) -> Iterator[None]:
     """Let one process ask at a time."""
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = place.with_suffix(".lock")
-    with locked(lock, LOCK_S, below=holdfast_home(), owner_only=True) as is_locked:
+    with file_locks.locked(lock, LOCK_S, below=holdfast_home(), owner_only=True) as is_locked:
         if not is_locked:
             raise errors.SchedulerUnavailableError(
                 f"another process has asked Slurm for {LOCK_S:.0f} s and has no answer yet"
@@ -684,7 +682,7 @@ def _ask(arguments: Sequence[str]) -> _Answer:
 def _read(place: Path) -> _Answer | None:
     """Return the recorded answer; None if there is none, or none that this user wrote."""
     try:
-        with os.fdopen(open_regular(place), "rb") as stream:
+        with os.fdopen(reading.open_regular(place), "rb") as stream:
             if os.fstat(stream.fileno()).st_uid != os.geteuid():
                 return None
             return _Answer(**json.load(stream))

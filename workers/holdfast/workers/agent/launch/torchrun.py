@@ -32,13 +32,11 @@ from holdfast.workers.agent.launch.command import (
     meeting_environment,
 )
 from holdfast.workers.agent.launch.loaded_torchrun import GUARD, TORCHRUN, LoadedTorchrun
-from holdfast.workers.agent.watch.flight_recorder import recorder_environment
-from holdfast.workers.agent.watch.kernel_view import ignores
+from holdfast.workers.agent.watch import flight_recorder, kernel_view
 from holdfast.workers.decisions.causes import RankFailure
 from holdfast.workers.decisions.evidence import last_traceback
 from holdfast.workers.decisions.torchrun_report import ended_peers, read_error_file, read_report
-from holdfast.workers.nodes.processes import descendants, end_processes
-from holdfast.workers.nodes.visible_gpus import CONTROL
+from holdfast.workers.nodes import processes, visible_gpus
 
 # A log that a process writes to this node's memory, copied to storage by a thread.
 #
@@ -156,7 +154,11 @@ class Torchrun:
             logs=self._logs,
         )
         inherited = {**os.environ, **given}
-        recorder = recorder_environment(self._logs, inherited) if CONTROL.exists() else {}
+        recorder = (
+            flight_recorder.recorder_environment(self._logs, inherited)
+            if visible_gpus.CONTROL.exists()
+            else {}
+        )
         inherited = {**recorder, **os.environ}
         variables = build_environment(context, launch, handles, inherited, given)
         if not has_torchrun:
@@ -227,7 +229,7 @@ class Torchrun:
         if not is_certain and time.monotonic() - self._failed_at < after_s:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
-            for process in descendants(psutil.Process(self._process.pid)):
+            for process in processes.descendants(psutil.Process(self._process.pid)):
                 if process.pid in ending:
                     process.kill()
 
@@ -257,7 +259,7 @@ class Torchrun:
             self._process.wait(KILL_WAIT_S)
         except subprocess.TimeoutExpired:
             guard = psutil.Process(self._process.pid)
-            end_processes([*descendants(guard), guard], term_wait_s=0)
+            processes.end_processes([*processes.descendants(guard), guard], term_wait_s=0)
         self._log.close()
 
     def rank_pids(self) -> dict[int, int]:
@@ -281,13 +283,13 @@ class Torchrun:
             return
         number = signal.Signals[self._program.signal]
         for pid in set(self.rank_pids().values()) - signalled:
-            if ignores(pid, number):
+            if kernel_view.ignores(pid, number):
                 # It has not started yet, or does not want the signal. Look again at the next poll.
                 continue
             signalled.add(pid)
             with contextlib.suppress(psutil.Error):
                 main = psutil.Process(pid)
-                below = descendants(main) if self._program.signal_to == "all" else []
+                below = processes.descendants(main) if self._program.signal_to == "all" else []
                 for process in (main, *below):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.send_signal(number)

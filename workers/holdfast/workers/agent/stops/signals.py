@@ -13,8 +13,7 @@ from typing import Final
 
 from holdfast.contracts.states import Cause
 from holdfast.workers.runs.request import WARNING_EARLY_S
-from holdfast.workers.schedulers.slurm_client import bare_state, parse_time
-from holdfast.workers.schedulers.slurm_restarts import restarts_of
+from holdfast.workers.schedulers import slurm_client, slurm_restarts
 
 HEARD: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 # A TERM this close to the end of the job comes from its time limit.
@@ -103,14 +102,14 @@ def judge(
             end_at=end_at,
             warning_s=warning_s,
         )
-    state = bare_state(job.get("JobState", ""))
-    end = parse_time(job.get("EndTime", ""))
-    preempted_at = parse_time(job.get("PreemptTime", ""))
+    state = slurm_client.bare_state(job.get("JobState", ""))
+    end = slurm_client.parse_time(job.get("EndTime", ""))
+    preempted_at = slurm_client.parse_time(job.get("PreemptTime", ""))
     seen = f"JobState={state} EndTime={job.get('EndTime')} PreemptTime={job.get('PreemptTime')}"
     if preempted_at is not None:
         return Judgement(cause=Cause.PREEMPTION, deadline=max(end or by_grace, now), detail=seen)
     cause = _of_state(state, job)
-    if restarts_of(job) > restarts:
+    if slurm_restarts.restarts_of(job) > restarts:
         # Slurm restarts a job because one of its nodes failed, or by an administrator's request.
         cause = Cause.NODE_FAILURE
     if cause is not None:

@@ -21,9 +21,8 @@ from typing import Any, Final
 
 import psutil
 
-from holdfast.contracts.disk.durable import write_bytes
+from holdfast.contracts.disk import durable, reading
 from holdfast.contracts.disk.paths import AttemptPaths
-from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import ForeignFileError
 from holdfast.workers.agent.watch.stack_text import ranks_text
 
@@ -94,7 +93,7 @@ def _store(address: tuple[str, int], pids: Sequence[int], folder: Path) -> None:
         answer = again if is_again_whole else answer
     if answer:
         with contextlib.suppress(OSError):
-            write_bytes(folder / (FILE if is_whole else CUT_FILE), answer, mode=0o600)
+            durable.write_bytes(folder / (FILE if is_whole else CUT_FILE), answer, mode=0o600)
 
 
 def _ask(address: tuple[str, int], pids: Sequence[int]) -> tuple[bytes, bool]:
@@ -185,7 +184,7 @@ class AnswerReader:
 
     def _read(self, path: Path) -> str:
         try:
-            content = read_bounded(path, ANSWER_BYTES_MAX)
+            content = reading.read_bounded(path, ANSWER_BYTES_MAX)
             if path.name == CUT_FILE:
                 raise ValueError("it did not come to its end")
             found = describe(read_answer(content), self._pids, self._world_size)

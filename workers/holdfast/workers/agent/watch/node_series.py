@@ -17,17 +17,8 @@ from typing import Final, NamedTuple
 from holdfast.contracts.errors import HoldfastError
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.watch.rank_watch import RankWatch
+from holdfast.workers.nodes import series
 from holdfast.workers.nodes.gpus import GpuBeat
-from holdfast.workers.nodes.series import (
-    FORMAT,
-    GpuHeader,
-    RankTimes,
-    SeriesHeader,
-    SeriesRow,
-    SeriesWriter,
-    gpu_values,
-    rank_values,
-)
 
 # The width of a bucket. With hundreds of nodes it is wider: all of them write to one storage.
 BUCKET_S: Final = 5.0
@@ -40,32 +31,38 @@ class _Files:
 
     def __init__(self, context: AgentContext) -> None:
         self._context = context
-        self._ranks: SeriesWriter | None = None
-        self._gpus: SeriesWriter | None = None
+        self._ranks: series.SeriesWriter | None = None
+        self._gpus: series.SeriesWriter | None = None
         self._last_gpus: tuple[GpuBeat, ...] = ()
 
-    def append_ranks(self, row: SeriesRow, count: int) -> None:
+    def append_ranks(self, row: series.SeriesRow, count: int) -> None:
         if self._ranks is None:
-            self._ranks = SeriesWriter(self._context.attempt.series, self._header("ranks", count))
+            self._ranks = series.SeriesWriter(
+                self._context.attempt.series, self._header("ranks", count)
+            )
         self._ranks.append(row)
 
-    def append_gpus(self, row: SeriesRow, now: tuple[GpuBeat, ...]) -> None:
+    def append_gpus(self, row: series.SeriesRow, now: tuple[GpuBeat, ...]) -> None:
         if self._gpus is None:
             shown = tuple(
-                GpuHeader(index=gpu.index, uuid=gpu.uuid, memory_total_bytes=gpu.memory_total_bytes)
+                series.GpuHeader(
+                    index=gpu.index, uuid=gpu.uuid, memory_total_bytes=gpu.memory_total_bytes
+                )
                 for gpu in now
             )
             header = self._header("gpus", len(now), shown)
-            self._gpus = SeriesWriter(self._context.attempt.series, header)
+            self._gpus = series.SeriesWriter(self._context.attempt.series, header)
         before, self._last_gpus = self._last_gpus, now
         # After a reset of the driver, it may list other GPUs.
         if len(now) == len(before or now):
-            self._gpus.append(replace(row, values=gpu_values(before, now)))
+            self._gpus.append(replace(row, values=series.gpu_values(before, now)))
 
-    def _header(self, kind: str, count: int, gpus: tuple[GpuHeader, ...] = ()) -> SeriesHeader:
+    def _header(
+        self, kind: str, count: int, gpus: tuple[series.GpuHeader, ...] = ()
+    ) -> series.SeriesHeader:
         context = self._context
-        return SeriesHeader(
-            format=FORMAT,
+        return series.SeriesHeader(
+            format=series.FORMAT,
             kind=kind,
             node=context.node,
             host=context.host,
@@ -94,7 +91,7 @@ class NodeSeries:
         self._lock = threading.Lock()
         self._start = _Start.now()
         # The buckets that launches have ended, and the files that they belong to.
-        self._ended: list[tuple[_Files, SeriesRow, list[RankTimes]]] = []
+        self._ended: list[tuple[_Files, series.SeriesRow, list[series.RankTimes]]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="node-series", daemon=True)
         self._thread.start()
@@ -133,7 +130,7 @@ class NodeSeries:
                 ended, self._ended = self._ended, []
             for files, row, times in ended:
                 with contextlib.suppress(OSError, HoldfastError):
-                    files.append_ranks(replace(row, values=rank_values(times)), len(times))
+                    files.append_ranks(replace(row, values=series.rank_values(times)), len(times))
 
 
 class _Start(NamedTuple):
@@ -146,6 +143,8 @@ class _Start(NamedTuple):
     def now(cls) -> _Start:
         return cls(time.time(), time.monotonic())
 
-    def row(self, launch: int, first_rank: int) -> SeriesRow:
+    def row(self, launch: int, first_rank: int) -> series.SeriesRow:
         """Return a row without values, from here until now."""
-        return SeriesRow(self.at, time.monotonic() - self.monotonic_s, launch, first_rank, ())
+        return series.SeriesRow(
+            self.at, time.monotonic() - self.monotonic_s, launch, first_rank, ()
+        )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.disk import reading
 from holdfast.contracts.disk.bounds import STEP_MAX
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.manifest import (
@@ -28,7 +29,6 @@ from holdfast.contracts.disk.manifest import (
     retire_source,
 )
 from holdfast.contracts.disk.paths import CheckpointName
-from holdfast.contracts.disk.reading import open_regular
 from holdfast.contracts.errors import CheckpointError, ForeignFileError, HoldfastError
 from holdfast.contracts.node.rank_status import NOWHERE
 from holdfast.contracts.records.history import load_events
@@ -96,7 +96,7 @@ class Tail:
         Returns nothing while the log does not exist or storage cannot read it.
         """
         try:
-            handle = open_regular(self._path, below=self._below, follow=True)
+            handle = reading.open_regular(self._path, below=self._below, follow=True)
         except (OSError, ForeignFileError):
             return []
         try:

@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.disk.durable import make_directory
-from holdfast.workers.agent.watch import stack_text
+from holdfast.workers.agent.watch import kernel_view, nccl_ras, stack_text
 from holdfast.workers.agent.watch.flight_recorder import RecordReader, take_flight_record
-from holdfast.workers.agent.watch.kernel_view import look_below
-from holdfast.workers.agent.watch.nccl_ras import start_asking
 
 PY_SPY_S: Final = 3.0
 # A stack that is read while the rank runs can be inconsistent, and is then read again. Ranks are
@@ -107,14 +105,14 @@ class StackTaker:
             stacks = tuple(future.result() for future in taken)
         if any(stack.has_record for stack in stacks):
             self._records.start(folder)
-        asks_ras = start_asking([target.pid for target in targets], folder, number)
+        asks_ras = nccl_ras.start_asking([target.pid for target in targets], folder, number)
         return StackSample(dump=dump, number=number, stacks=stacks, asks_ras=asks_ras)
 
 
 def _take(target: StackTarget, folder: Path, number: int) -> stack_text.RankStack:
     """Return one rank's stacks; with a suspicion's first sample, also take its flight record."""
     stack, text = take_stack(target)
-    below = look_below(target.pid)
+    below = kernel_view.look_below(target.pid)
     stack = replace(
         stack,
         computed_s=below.computed_s,
