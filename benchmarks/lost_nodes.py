@@ -44,6 +44,7 @@ from holdfast.contracts.records.attempt import (
 )
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.agent import lead as lead_module
+from holdfast.workers.agent import leading as leading_module
 from holdfast.workers.agent import member as member_module
 from holdfast.workers.agent.context import AgentContext, NodePlace, load_context
 from holdfast.workers.agent.lead import Lead, Succeeded
@@ -321,7 +322,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     threading.stack_size(STACK_BYTES)
     # The job's scheduler is not asked to end anything.
-    member_module.end_job = lambda context: None  # type: ignore[attr-defined]
+    leading_module.end_job = lambda context: None  # type: ignore[attr-defined]
     lead_module.RESTART_PAUSE_S = 0.0  # type: ignore[misc]
     reads = Reads()
     rows = []

@@ -24,6 +24,7 @@ from holdfast.contracts.records.history import load_history
 from holdfast.contracts.redaction import HIDDEN
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows import train
+from holdfast.flows.supervisor import submission
 from holdfast.flows.supervisor.redactor import Redactor
 from holdfast.flows.supervisor.summary import end_reason
 from holdfast.flows.supervisor.supervise import Supervisor
@@ -173,7 +174,7 @@ def test_the_error_of_a_refused_attempt_has_no_secrets(
     def refuse(*_: object, **__: object) -> AttemptPaths:
         raise SchedulerError(f"sbatch refused: {MESSAGE}")
 
-    monkeypatch.setattr(train, "submit_next", refuse)
+    monkeypatch.setattr(submission, "submit_next", refuse)
     with pytest.raises(SchedulerError) as raised:
         train.submit_attempt.fn(failed.paths, gpus=1, reason="first", exclude=())
     assert str(raised.value) == f"sbatch refused: {SHOWN}"

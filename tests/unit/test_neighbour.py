@@ -18,6 +18,7 @@ from tests.support.runs import RunFolder
 from tests.support.slot_tables import make_table
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
+from holdfast.contracts.node import limits
 from holdfast.contracts.node.handshake import read_address
 from holdfast.contracts.records.protection import (
     COPIES,
@@ -31,7 +32,6 @@ from holdfast.contracts.records.protection import (
 )
 from holdfast.trainer.flusher.salvage import Agreed, newest_covered
 from holdfast.trainer.neighbour import line as lines
-from holdfast.trainer.neighbour import receiver as receiving
 from holdfast.trainer.neighbour.exchange import Exchange, Protection
 from holdfast.trainer.neighbour.node_copy import NodeCopy, copy_slots
 from holdfast.trainer.slots.slot_table import FilePlace
@@ -331,7 +331,7 @@ def test_block_that_is_damaged_on_its_way_is_not_believed(
 
 
 def test_neighbour_without_memory_is_reported(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(limits, "free_memory", lambda: 1 << 20)
     fill(two.slots[0], 5)
     wait_until(lambda: two.reports, "a report")
     problem = two.reports[0].problem

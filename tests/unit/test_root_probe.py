@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.contracts.disk import durable, reading
 from holdfast.workers.nodes import root_probe
 from holdfast.workers.nodes.root_probe import (
     RACES,
@@ -76,13 +77,13 @@ def test_a_local_folder_can_do_all_that_a_root_must(tmp_path: Path) -> None:
         (Path, "mkdir", mkdir_again, "exclusive folders"),
         (os, "replace", lambda real: refuse, "renames"),
         (Path, "rename", lambda real: refuse, "renames"),
-        (root_probe, "fsync_directory", lambda real: refuse, "sync of folders"),
+        (durable, "fsync_directory", lambda real: refuse, "sync of folders"),
         (os, "pwrite", lambda real: ignore, "appends"),
         (fcntl, "flock", lambda real: refuse, "locks"),
         (fcntl, "flock", lambda real: ignore, "locks"),
         (Path, "touch", short_names, "long names"),
         (os, "open", open_for_all, "private files"),
-        (root_probe, "is_mine", lambda real: lambda path: False, "private files"),
+        (reading, "is_mine", lambda real: lambda path: False, "private files"),
     ],
 )
 def test_each_lack_is_found_and_named(

@@ -14,10 +14,11 @@ from tests.support.runs import T0, RunFolder
 from holdfast.contracts.disk import journal
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records import history_cache
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.records.history_cache import HistoryReader, load_tallied
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows.supervisor import service, supervise
+from holdfast.flows.supervisor import supervise
 from holdfast.flows.supervisor.deliveries import Deliveries, _Look
 from holdfast.flows.supervisor.service import SupervisorService
 from holdfast.flows.supervisor.submission import submit_next
@@ -122,7 +123,7 @@ def test_an_ended_run_is_read_again_only_after_a_change(
         read.append(paths.name)
         return load_tallied(paths)
 
-    monkeypatch.setattr(service, "load_tallied", load)
+    monkeypatch.setattr(history_cache, "load_tallied", load)
     found = SupervisorService(tmp_path / "runs", Index(), LOG)
     assert [found._is_live(folder.paths) for _ in range(3)] == [False] * 3
     assert len(read) == 1

@@ -16,7 +16,7 @@ from tests.support.runs import RunFolder
 from holdfast.contracts.disk import reading
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.records.attempt import read_terms
-from holdfast.workers.agent import member, succession
+from holdfast.workers.agent import leading, member, succession
 from holdfast.workers.agent.context import AgentContext, NodePlace, load_context
 from holdfast.workers.agent.losses import events_of_leads, gone_numbers, launches_before
 
@@ -119,7 +119,7 @@ def test_one_node_reads_for_all_that_the_attempt_cannot_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[int] = []
-    monkeypatch.setattr(member, "end_job", lambda context: ended.append(context.node))
+    monkeypatch.setattr(leading, "end_job", lambda context: ended.append(context.node))
     contexts, reads = attempt_of(tmp_path / "run", 1), Reads(monkeypatch)
     for context in contexts[1:]:
         assert member._without_lead(context, runtime(context.node), 0, LOST)[0] is None

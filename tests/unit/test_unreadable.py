@@ -16,7 +16,7 @@ from tests.support.cli_calls import Call
 from tests.support.runs import RunFolder
 from tests.unit.test_cli import ended_run
 
-from holdfast.contracts.disk import damage
+from holdfast.contracts.disk import digests
 from holdfast.contracts.disk.damage import word_for
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import CheckpointError, PreflightError, SpecError
@@ -38,7 +38,7 @@ def test_a_file_that_storage_cannot_read_is_unreadable_and_not_damaged(
     def fail(*_: Any) -> str:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(damage, "range_digest", fail)
+    monkeypatch.setattr(digests, "range_digest", fail)
     said = call("verify", f"alga:{name}")
     assert said.status == 1
     assert f"alga:{name}: unreadable\n  {EIO}" in said.out

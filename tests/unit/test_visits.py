@@ -23,9 +23,10 @@ from holdfast.contracts.errors import (
     RunFailedError,
     UnreadableRunError,
 )
+from holdfast.contracts.records import history_cache
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import RunState
-from holdfast.flows import operations
+from holdfast.flows import operations, start
 from holdfast.flows.supervisor import service
 from holdfast.flows.supervisor.cancellation import cancel_run_of_flow, find_supervised
 from holdfast.flows.supervisor.flow_lock import service_folder
@@ -162,7 +163,7 @@ def test_the_flow_resume_continues_the_others_if_one_run_lacks_a_secret(
     secret = {"environment": {"TOKEN": {"from_env": "NO_SUCH_VARIABLE"}}}
     lacking, fine = paused(root, "lacking", "f" * 32, **secret), paused(root, "whole", "d" * 32)
     started: list[RunPaths] = []
-    monkeypatch.setattr(operations, "start_if_alone", started.append)
+    monkeypatch.setattr(start, "start_if_alone", started.append)
     assert [paths.name for paths in ready_runs(root)] == ["lacking", "whole"]
     with pytest.raises(RunFailedError, match=r"not resumed: lacking: .*secrets have no value"):
         operations.resume.fn(root=str(root))
@@ -178,7 +179,7 @@ def test_the_service_supervises_the_run_behind_folders_that_cannot_be_read(
     monkeypatch.setattr(
         service.SupervisorService, "_supervise", lambda _, paths: supervised.append(paths.name)
     )
-    monkeypatch.setattr(service, "load_tallied", _fail_for("bad", ArithmeticError("a bug")))
+    monkeypatch.setattr(history_cache, "load_tallied", _fail_for("bad", ArithmeticError("a bug")))
     with Index() as index:
         one = service.SupervisorService(root, index, logging.getLogger("test"))
         with one._only_one():

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.support.histories import spec_of
 
+from holdfast.contracts.disk import filesystems
 from holdfast.contracts.disk.filesystems import FileSystem
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
@@ -493,7 +494,7 @@ def test_preflight_refuses_a_root_without_hard_links_or_file_locks(
 def test_preflight_refuses_file_locks_that_work_on_one_host_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: str, local: str
 ) -> None:
-    monkeypatch.setattr(preflight, "filesystem_of", lambda _: FileSystem(kind, options))
+    monkeypatch.setattr(filesystems, "filesystem_of", lambda _: FileSystem(kind, options))
     (root,) = preflight._places(spec_of(), tmp_path)
     problems = preflight._place_problems(root)
     assert [local in problem for problem in problems] == [True] * bool(local)

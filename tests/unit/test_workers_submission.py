@@ -282,7 +282,7 @@ def test_a_job_that_claims_at_the_last_moment_keeps_the_attempt(
         slurm.states["200"] = AttemptState.RUNNING
         assert claim_as(flow.attempt, "200")
 
-    monkeypatch.setattr(endings, "revalidate", claimed_meanwhile)
+    monkeypatch.setattr(filesystems, "revalidate", claimed_meanwhile)
 
     def without_claim(attempt: AttemptPaths) -> AttemptDocuments:
         return replace(read_documents(attempt), claim=None)

@@ -17,8 +17,7 @@ from prefect.types.entrypoint import EntrypointType
 from prefect.workers.base import BaseWorker
 
 from holdfast.contracts.errors import ServiceError, SpecError
-from holdfast.flows import deployments, operations
-from holdfast.flows.blocks import register_blocks
+from holdfast.flows import blocks, deployments, operations
 from holdfast.flows.train import train
 
 POOL: Final = "holdfast"
@@ -108,7 +107,7 @@ def deploy(pool: str = POOL, pool_type: str = "") -> list[str]:
     for a pool of another type.
     """
     with deployments.open_client() as client:
-        register_blocks()
+        blocks.register_blocks()
         try:
             found = client.read_work_pool(pool).type
         except ObjectNotFound:

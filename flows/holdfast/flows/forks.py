@@ -11,8 +11,7 @@ from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.manifest import Manifest, is_dcp, read_manifest, require_own_directory
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import CheckpointError, NotFoundError, RunConflictError, SpecError
-from holdfast.contracts.records.history_cache import load_tallied
-from holdfast.contracts.records.known_damage import refuse_damaged
+from holdfast.contracts.records import history_cache, known_damage
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.start import has_service
@@ -46,7 +45,7 @@ def fork_run(
     # Checked before the folder exists, so that a fork that cannot start leaves nothing behind.
     require(plan.spec)
     paths = create_run(plan.spec, plan.root, created_by=by, forked=plan.origin)
-    uid = load_tallied(paths).record.uid
+    uid = history_cache.load_tallied(paths).record.uid
     # In the parent's journal, which protects its checkpoint from deletion.
     with JournalWriter(parent.journal_of(writer)) as journal:
         journal.append(EventKind.FORKED, checkpoint=directory, into_uid=uid, into_run=paths.name)
@@ -121,7 +120,7 @@ def _spec_of_fork(
     if spec_file is not None:
         named = [] if name is None else [f"name={json.dumps(name)}"]
         return load_spec(spec_file, [*overrides, *named])
-    record = load_tallied(parent).record
+    record = history_cache.load_tallied(parent).record
     if record.imported_from is not None:
         raise SpecError(
             f"run {parent.name} was imported from {record.imported_from} and has no program; "
@@ -170,5 +169,5 @@ def committed_manifest(paths: RunPaths, directory: str) -> Manifest:
             f"{folder} was never committed (no manifest.json); choose one that `holdfast "
             f"checkpoints {paths.name}` lists as committed"
         )
-    refuse_damaged(paths, directory, "start a run from it")
+    known_damage.refuse_damaged(paths, directory, "start a run from it")
     return manifest

@@ -23,27 +23,19 @@ from holdfast.contracts.disk.paths import LATEST, RunPaths
 from holdfast.contracts.disk.visits import Visit, own_runs, visit
 from holdfast.contracts.errors import DamagedCheckpointError, RunFailedError, SpecError
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.records.checkpoint_choice import choose_checkpoint
-from holdfast.contracts.records.history_cache import load_tallied
-from holdfast.contracts.records.supervision import is_supervised
+from holdfast.contracts.records import checkpoint_choice, history_cache, supervision
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import RunState
-from holdfast.flows.givers import cancelled_by, giver
+from holdfast.flows import givers, start
 from holdfast.flows.parameters import SpecParameter, SpecTable, load_spec
-from holdfast.flows.start import start_if_alone
-from holdfast.flows.supervisor import cancellation, secrets
+from holdfast.flows.supervisor import cancellation, secrets, submission, summary
 from holdfast.flows.supervisor.redactor import Log, Redactor
-from holdfast.flows.supervisor.secrets import require
-from holdfast.flows.supervisor.submission import JOURNAL
-from holdfast.flows.supervisor.summary import end_reason, summarize
 from holdfast.flows.train import supervise_here, train
 from holdfast.lineage.index import Index
 from holdfast.workers.checkpoints import deletion, exports, verification
 from holdfast.workers.decisions.sizes import allowed_sizes
-from holdfast.workers.runs import operator, run_folders
+from holdfast.workers.runs import operator, run_folders, until_capacity
 from holdfast.workers.runs.preflight import check
-from holdfast.workers.runs.run_folders import find_run, require_own
-from holdfast.workers.runs.until_capacity import ready_runs, waits_for_capacity
 
 # Several runs under one quota of GPUs: each starts when the ones before leave it enough.
 #
@@ -110,7 +102,9 @@ class Sweep:
         for member in self._members:
             if self._state(member) is None:
                 check(member.spec, self._root)
-                require(member.spec, run_folders.own_generation(self._root, member.spec.name))
+                secrets.require(
+                    member.spec, run_folders.own_generation(self._root, member.spec.name)
+                )
         while waiting := self._turn():
             self._log.debug("%d runs have not ended", waiting)
             time.sleep(POLL_S)
@@ -153,7 +147,7 @@ class Sweep:
         ):
             return None
         self._runs[name] = paths
-        state = load_tallied(paths).state
+        state = history_cache.load_tallied(paths).state
         if self._told.get(name) is not state:
             self._told[name] = state
             self._log.info("%s: %s", paths.name, state)
@@ -162,7 +156,7 @@ class Sweep:
     def _start(self, member: Member) -> None:
         paths, _ = run_folders.attach_or_create(member.spec, self._root, created_by=self._by)
         self._runs[member.spec.name] = paths
-        started = start_if_alone(paths)
+        started = start.start_if_alone(paths)
         # Once: a supervisor that Prefect has queued cannot be told from one that is missing.
         self._started.add(member.spec.name)
         self._log.info("%s has up to %d of %d GPUs", paths.name, member.gpus, self._gpus)
@@ -170,12 +164,12 @@ class Sweep:
             self._log.warning("%s", started.warning)
 
     def _summary(self, paths: RunPaths) -> dict[str, Any]:
-        history = load_tallied(paths)
-        return summarize(history, end_reason(history))
+        history = history_cache.load_tallied(paths)
+        return summary.summarize(history, summary.end_reason(history))
 
 
 def _cancel(paths: RunPaths, *, by: str, reason: str) -> str:
-    if not load_tallied(paths).state.is_live:
+    if not history_cache.load_tallied(paths).state.is_live:
         return ""
     return operator.request(paths, "cancel", by=by, reason=reason)
 
@@ -213,11 +207,13 @@ def relaunch(
         root: The folder that contains the runs. By default that of the worker's environment.
         by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
-    paths = find_run(cancellation.home_of(root), run)
+    paths = run_folders.find_run(cancellation.home_of(root), run)
     secrets.require_again(paths)
     # A flow run that is started again, such as after a pause, has asked already.
     if cancellation.last_supervisor(paths) != str(current_flow_run.id):
-        message = operator.request(paths, "relaunch", by=giver(by), gpus=gpus, writer=JOURNAL)
+        message = operator.request(
+            paths, "relaunch", by=givers.giver(by), gpus=gpus, writer=submission.JOURNAL
+        )
         get_run_logger().info("%s", message)
     return _supervise(paths)
 
@@ -239,12 +235,16 @@ def supervise(
     # A flow run that is started again, such as after a pause, continues its own run.
     if (own := cancellation.find_supervised(home, str(current_flow_run.id))) is not None:
         return _supervise(own)
-    paths = find_run(home, run) if run else cancellation.find_supervised(home, flow_run or "")
+    paths = (
+        run_folders.find_run(home, run)
+        if run
+        else cancellation.find_supervised(home, flow_run or "")
+    )
     if paths is None:
         log.info("flow run %s supervised no run under %s", flow_run, home)
         return {"run": None, "state": None}
-    history = load_tallied(paths)
-    if not history.state.is_live or is_supervised(paths.flow_lock):
+    history = history_cache.load_tallied(paths)
+    if not history.state.is_live or supervision.is_supervised(paths.flow_lock):
         why = "has a supervisor" if history.state.is_live else f"has ended: {history.state}"
         log.info("%s %s", paths.name, why)
         return {"run": paths.name, "state": history.state.value}
@@ -264,10 +264,12 @@ def verify(
         root: The folder that contains the runs. By default that of the worker's environment.
         by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
-    paths = find_run(cancellation.home_of(root), run)
-    directory = verification.directory_to_verify(paths, choose_checkpoint(paths, checkpoint))
+    paths = run_folders.find_run(cancellation.home_of(root), run)
+    directory = verification.directory_to_verify(
+        paths, checkpoint_choice.choose_checkpoint(paths, checkpoint)
+    )
     facts = verification.verify(directory)
-    verification.record(directory, facts, by=giver(by), writer=JOURNAL)
+    verification.record(directory, facts, by=givers.giver(by), writer=submission.JOURNAL)
     if not facts["ok"]:
         raise DamagedCheckpointError(
             f"{facts['checkpoint']}: {'; '.join(facts['damaged'])}", facts["damaged"]
@@ -290,18 +292,18 @@ def prune(
         dry_run: Whether only to say what would be deleted.
         by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
-    log, home, pruner = get_run_logger(), cancellation.home_of(root), giver(by)
+    log, home, pruner = get_run_logger(), cancellation.home_of(root), givers.giver(by)
 
     def prune_one(paths: RunPaths) -> dict[str, Any]:
-        facts = deletion.prune(paths, by=pruner, writer=JOURNAL, dry_run=dry_run)
+        facts = deletion.prune(paths, by=pruner, writer=submission.JOURNAL, dry_run=dry_run)
         for one in facts["deleted"]:
             log.info("%s:%s: %s", paths.name, one["checkpoint"], one["reason"])
         return facts
 
     if run is not None:
-        found, unreadable = [find_run(home, run)], {}
+        found, unreadable = [run_folders.find_run(home, run)], {}
     else:
-        seen = list(visit(own_runs(home), load_tallied))
+        seen = list(visit(own_runs(home), history_cache.load_tallied))
         found = [one.paths for one in seen if one.error is None]
         unreadable = {one.paths.name: one.reason for one in seen if one.error is not None}
     for name, reason in unreadable.items():
@@ -334,10 +336,12 @@ def export(
             `latest`, `best` or `step-100`.
         root: The folder that contains the runs. By default that of the worker's environment.
     """
-    paths = find_run(cancellation.home_of(root), run)
-    name = choose_checkpoint(paths, checkpoint)
+    paths = run_folders.find_run(cancellation.home_of(root), run)
+    name = checkpoint_choice.choose_checkpoint(paths, checkpoint)
     directory = verification.directory_to_verify(paths, name)
-    return exports.export(directory, exports.ExportFormat(to), Path(output), writer=JOURNAL)
+    return exports.export(
+        directory, exports.ExportFormat(to), Path(output), writer=submission.JOURNAL
+    )
 
 
 @flow(name="drill", persist_result=False)
@@ -364,8 +368,8 @@ def drill(
     from holdfast_bench.live_drills.runner import drill_live
 
     log = get_run_logger()
-    paths = find_run(cancellation.home_of(root), run)
-    require_own(paths)
+    paths = run_folders.find_run(cancellation.home_of(root), run)
+    run_folders.require_own(paths)
     chosen = select_kinds(kinds or [], is_live=True, missing=())
     result = drill_live(paths, chosen, count, seed, tell=lambda text: log.info("%s", text))
     if result.broken:
@@ -387,19 +391,21 @@ def resume(
         root: The folder that contains the runs. By default that of the worker's environment.
         by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
-    log, home, resumer = get_run_logger(), cancellation.home_of(root), giver(by)
-    chosen = [find_run(home, run)] if run else ready_runs(home)
+    log, home, resumer = get_run_logger(), cancellation.home_of(root), givers.giver(by)
+    chosen = [run_folders.find_run(home, run)] if run else until_capacity.ready_runs(home)
 
     def resume_one(paths: RunPaths) -> None:
         secrets.require_again(paths)
-        history = load_tallied(paths)
-        if not (run or waits_for_capacity(history)):
+        history = history_cache.load_tallied(paths)
+        if not (run or until_capacity.waits_for_capacity(history)):
             log.info("%s: another order came meanwhile", paths.name)
             return
         seen = None if run else history.newest_order
-        message = operator.request(paths, "resume", by=resumer, writer=JOURNAL, seen=seen)
+        message = operator.request(
+            paths, "resume", by=resumer, writer=submission.JOURNAL, seen=seen
+        )
         log.info("%s", message)
-        start_if_alone(paths)
+        start.start_if_alone(paths)
 
     resumed = list(visit(chosen, resume_one))
     _raise_failures(resumed, "not resumed")
@@ -434,12 +440,12 @@ def sweep(
         members = members_of(spec, variants, gpus)
         for member in members:
             redactor.learn(member.spec.given)
-        many = Sweep(members, cancellation.home_of(root), gpus, log, by=giver(by))
+        many = Sweep(members, cancellation.home_of(root), gpus, log, by=givers.giver(by))
         try:
             done = many.run()
         except TerminationSignal:
             if (found := cancellation.find_cancelling(str(current_flow_run.id or ""))) is not None:
-                many.cancel(*cancelled_by(found))
+                many.cancel(*givers.cancelled_by(found))
             raise
     failed = [one["run"] for one in done["runs"] if one["state"] != RunState.COMPLETED]
     if failed:

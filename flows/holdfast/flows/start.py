@@ -18,12 +18,9 @@ from holdfast.contracts.records.history import load_history
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.flows.loaded_supervisor import MODULE, LoadedSupervisor
-from holdfast.flows.supervisor import secrets
-from holdfast.flows.supervisor.flow_lock import LOCK, hand_over, service_folder
-from holdfast.flows.supervisor.submission import JOURNAL
-from holdfast.workers.runs.operator import has_agent
+from holdfast.flows.supervisor import flow_lock, secrets, submission
+from holdfast.workers.runs import operator, run_folders
 from holdfast.workers.runs.reconcile import reconcile
-from holdfast.workers.runs.run_folders import require_own
 
 LOG_TAIL_BYTES: Final = 4096
 # Files in which Prefect finds its settings, apart from the environment. The last two belong to
@@ -106,7 +103,7 @@ def load_supervisor(paths: RunPaths | None) -> LoadedSupervisor | None:
     """
     if paths is None or os.environ.get("PREFECT_API_URL") or _is_prefect_configured():
         return None
-    if is_supervised(service_folder(paths.directory.parent) / LOCK):
+    if is_supervised(flow_lock.service_folder(paths.directory.parent) / flow_lock.LOCK):
         return None
     try:
         return LoadedSupervisor(paths)
@@ -128,7 +125,7 @@ def start_flow(
     """
     # Without an API, Prefect would start a server for each flow, see decision 35.
     if not has_service():
-        if where := hand_over(paths):
+        if where := flow_lock.hand_over(paths):
             return Started(service=where, log=paths.flow_log)
         return start_here(paths, loaded)
     # A suspended flow run is still the run's own. A second one would only follow it, see
@@ -160,11 +157,11 @@ def start_after(
     """
     if goes_on:
         return start_if_alone(paths, refresh=refresh, loaded=loaded)
-    history = reconcile(paths, writer=JOURNAL)
+    history = reconcile(paths, writer=submission.JOURNAL)
     if history.state.is_live:
         is_alone = paths.is_mine() and not is_supervised(paths.flow_lock)
         # No secret is needed to end an attempt, so none is recorded.
-        return start_flow(paths) if is_alone and not has_agent(history) else Started()
+        return start_flow(paths) if is_alone and not operator.has_agent(history) else Started()
     try:
         return resume_if_suspended(paths) or Started()
     except ServiceError as error:
@@ -209,7 +206,7 @@ def start_if_alone(
         secrets.record(paths, refresh=refresh)
     if is_supervised(paths.flow_lock):
         return Started()
-    require_own(paths)
+    run_folders.require_own(paths)
     return start_flow(paths, preflight=preflight, loaded=loaded)
 
 

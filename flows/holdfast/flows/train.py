@@ -35,23 +35,11 @@ from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.spec.steps_total import steps_total
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.flows.blocks import root_of
-from holdfast.flows.deployments import api_url, open_client
-from holdfast.flows.flow_run_states import state_before_scheduling
-from holdfast.flows.givers import giver, message_of, of_flow_run
+from holdfast.flows import blocks, deployments, flow_run_states, givers
 from holdfast.flows.parameters import SpecParameter
 from holdfast.flows.prefect_events import PREFECT, PrefectEvents
-from holdfast.flows.supervisor import summary
-from holdfast.flows.supervisor.cancellation import (
-    cancel_on_signal,
-    cancel_run_of_flow,
-    home_of,
-    last_supervisor,
-)
-from holdfast.flows.supervisor.carry import given_spec, is_under_way, take_up
+from holdfast.flows.supervisor import cancellation, carry, secrets, submission, summary
 from holdfast.flows.supervisor.redactor import Log, Redactor
-from holdfast.flows.supervisor.secrets import require
-from holdfast.flows.supervisor.submission import JOURNAL, submit_next
 from holdfast.flows.supervisor.supervise import Supervisor
 from holdfast.lineage.index import Index
 from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats
@@ -231,7 +219,7 @@ class FlowRunLink:
         # A request may have come after the last look, and found a supervisor that was leaving, see
         # decision 69.
         if load_tallied(self._paths).state is not RunState.PAUSED:
-            with open_client() as client:
+            with deployments.open_client() as client:
                 client.resume_flow_run(self._id)
         raise Pause("the run is paused", state=Suspended(message=RUN_IS_PAUSED))
 
@@ -256,7 +244,7 @@ class FlowRunLink:
     def _synchronize(self) -> None:
         history = self._history
         assert history is not None, "the thread starts with a history"
-        with open_client() as client:
+        with deployments.open_client() as client:
             found = client.read_flow_run(self._id)
             state = found.state
             if state is None or state.is_final() or state.is_cancelling():
@@ -311,7 +299,9 @@ class FlowRunLink:
         if history.state is not RunState.PAUSED:
             return
         # Nobody would start it again, or another flow run is the one to suspend.
-        if found.deployment_id is None or last_supervisor(self._paths) != str(self._id):
+        if found.deployment_id is None or cancellation.last_supervisor(self._paths) != str(
+            self._id
+        ):
             assert found.state is not None, "it was looked at before"
             self._name(client, found.state, state_name(history))
             return
@@ -322,11 +312,11 @@ class FlowRunLink:
         """Ask for `action`, unless someone gave an order since `history` was read."""
         # `seen` refuses the request if an order came since, so an old pause cannot undo a new
         # resume.
-        facts: dict[str, Any] = {"by": of_flow_run(found.name), "seen": history.newest_order}
+        facts: dict[str, Any] = {"by": givers.of_flow_run(found.name), "seen": history.newest_order}
         if action == "pause":
-            facts["reason"] = self._redactor.text(message_of(found.state))
+            facts["reason"] = self._redactor.text(givers.message_of(found.state))
         try:
-            message = operator.request(self._paths, action, writer=JOURNAL, **facts)
+            message = operator.request(self._paths, action, writer=submission.JOURNAL, **facts)
             self._log.info("%s", message)
         except errors.HoldfastError as error:
             self._log.warning("Prefect's request to %s the run is refused: %s", action, error)
@@ -336,7 +326,7 @@ class FlowRunLink:
             client.set_flow_run_state(self._id, Running(name=name))
 
     def _show(self) -> None:
-        with open_client() as client:
+        with deployments.open_client() as client:
             self._show_in(client, load_tallied(self._paths), is_last=True)
 
     def _show_in(
@@ -370,16 +360,16 @@ def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
     """
     history = load_tallied(paths)
     # Another flow run supervises the run now. This one only follows it.
-    if last_supervisor(paths) != flow_run:
+    if cancellation.last_supervisor(paths) != flow_run:
         return
     try:
-        with open_client() as client:
+        with deployments.open_client() as client:
             states = client.read_flow_run_states(UUID(flow_run))
     except errors.ServiceError as error:
         # The run needs its supervisor in any case.
         log.warning("Prefect does not say why this flow run was started again: %s", error)
         return
-    before = state_before_scheduling(states)
+    before = flow_run_states.state_before_scheduling(states)
     if before is None:
         return
     action: operator.Action
@@ -389,9 +379,9 @@ def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
         action = "relaunch"
     else:
         return
-    by, seen = of_flow_run(current_flow_run.name or flow_run), history.newest_order
+    by, seen = givers.of_flow_run(current_flow_run.name or flow_run), history.newest_order
     try:
-        log.info("%s", operator.request(paths, action, by=by, writer=JOURNAL, seen=seen))
+        log.info("%s", operator.request(paths, action, by=by, writer=submission.JOURNAL, seen=seen))
     except errors.OrdersChangedError as error:
         log.warning("Prefect's request to %s the run is dropped: %s", action, error)
 
@@ -419,10 +409,14 @@ def submit_attempt(
     if record is not None:
         redactor.learn(record.spec, paths)
     with redactor.errors():
-        return submit_next(paths, gpus=gpus, reason=reason, exclude=exclude, place=place, seen=seen)
+        return submission.submit_next(
+            paths, gpus=gpus, reason=reason, exclude=exclude, place=place, seen=seen
+        )
 
 
-@flow(name="train", retries=0, on_cancellation=[cancel_run_of_flow], persist_result=False)
+@flow(
+    name="train", retries=0, on_cancellation=[cancellation.cancel_run_of_flow], persist_result=False
+)
 def train(
     spec: SpecParameter = None,
     overrides: list[str] | None = None,
@@ -446,7 +440,7 @@ def train(
     """
     redactor = Redactor()
     log = redactor.log(get_run_logger())
-    home = home_of(root)
+    home = cancellation.home_of(root)
     with redactor.errors(), Index() as index:
         if spec is None:
             if run is None or overrides:
@@ -454,21 +448,25 @@ def train(
                     "spec: nothing given; expected a run spec, the path of one, or run"
                 )
             return supervise_here(run_folders.find_run(home, run), index, redactor)
-        run_spec = given_spec(spec, overrides or (), home, run)
+        run_spec = carry.given_spec(spec, overrides or (), home, run)
         if root is None and run is None:
-            home = root_of(run_spec.blocks.storage) or home
+            home = blocks.root_of(run_spec.blocks.storage) or home
         redactor.learn(run_spec.given)
         if (again := _own_run(home, run_spec.name)) is not None:
             return supervise_here(again, index, redactor)
-        if not is_under_way(home, run_spec, run):
+        if not carry.is_under_way(home, run_spec, run):
             index.open()
             # A run that is under way was checked before, and its program may have changed since.
             if preflight:
                 check(run_spec, home)
             known = run_folders.own_generation(home, run_spec.name) if run is None else None
-            for warning in require(run_spec, known if run is None else RunPaths(home / run)):
+            for warning in secrets.require(
+                run_spec, known if run is None else RunPaths(home / run)
+            ):
                 log.warning("%s", warning)
-        return supervise_here(take_up(run_spec, home, run, by=giver(by)), index, redactor)
+        return supervise_here(
+            carry.take_up(run_spec, home, run, by=givers.giver(by)), index, redactor
+        )
 
 
 def _own_run(root: Path, name: str) -> RunPaths | None:
@@ -476,7 +474,7 @@ def _own_run(root: Path, name: str) -> RunPaths | None:
     paths = run_folders.own_generation(root, name)
     if paths is None or not current_flow_run.id:
         return None
-    return paths if last_supervisor(paths) == str(current_flow_run.id) else None
+    return paths if cancellation.last_supervisor(paths) == str(current_flow_run.id) else None
 
 
 def supervise_here(
@@ -485,7 +483,7 @@ def supervise_here(
     """Supervise the run in the current flow run, as `train` does, and return the same."""
     log, flow_run = redactor.log(get_run_logger()), str(current_flow_run.id or "")
     link = None
-    if flow_run and api_url():
+    if flow_run and deployments.api_url():
         link = FlowRunLink(paths, flow_run, log, redactor)
         take_up_requests(paths, flow_run, log)
     supervisor = Supervisor(
@@ -500,7 +498,7 @@ def supervise_here(
     )
     try:
         # The order follows the signal: a cancellation by Prefect becomes the run's own.
-        with cancel_on_signal(paths, supervisor, log):
+        with cancellation.cancel_on_signal(paths, supervisor, log):
             history = supervisor.run()
         # After the supervisor has released its lock, see decision 69.
         if link is not None and supervisor.is_leaving:

@@ -37,20 +37,12 @@ from pydantic import BaseModel, Field
 
 from holdfast.contracts.disk.paths import RunPaths, holdfast_home
 from holdfast.contracts.errors import HoldfastError, SchedulerUnavailableError
-from holdfast.contracts.records.history_cache import load_tallied
-from holdfast.contracts.records.supervision import is_supervised
+from holdfast.contracts.records import history_cache, supervision
 from holdfast.flows.flow_run_states import last_begun_at, times_scheduled
 from holdfast.flows.supervisor import cancellation
 from holdfast.flows.supervisor.flow_lock import FlowLock
 from holdfast.flows.supervisor.redactor import Log
-from holdfast.workers.schedulers.flow_places import (
-    FlowPlace,
-    FlowPlaces,
-    end,
-    is_running,
-    start_process,
-    submit_job,
-)
+from holdfast.workers.schedulers import flow_places
 
 # The settings of a work pool of the type `holdfast`.
 
@@ -171,7 +163,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._places = FlowPlaces(holdfast_home() / "flows")
+        self._places = flow_places.FlowPlaces(holdfast_home() / "flows")
         # How many tasks attend to a flow run: two while it is resumed.
         self._attended: Counter[str] = Counter()
         self._claimed: set[str] = set()
@@ -232,27 +224,27 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         mine = [place for place in places if str(place) == infrastructure_pid]
         if not mine:
             raise InfrastructureNotFound(f"{infrastructure_pid} is not of this host")
-        await run_sync(end, mine[0])
+        await run_sync(flow_places.end, mine[0])
 
     def _start(
         self, flow_run: FlowRun, configuration: HoldfastConfiguration
-    ) -> tuple[FlowPlace, subprocess.Popen[bytes] | None]:
+    ) -> tuple[flow_places.FlowPlace, subprocess.Popen[bytes] | None]:
         number = str(flow_run.id)
         command = [sys.executable, "-m", "prefect.engine"]
         given = {key: value for key, value in configuration.env.items() if value is not None}
         environment = {**os.environ, **given}
         log, child = self._places.log_path(number), None
         if configuration.place == "slurm":
-            place = submit_job(number, command, environment, log, configuration.options)
+            place = flow_places.submit_job(number, command, environment, log, configuration.options)
         else:
-            place, child = start_process(
+            place, child = flow_places.start_process(
                 number, command, environment, log, configuration.working_dir
             )
         # Written before the flow is watched, so a worker that restarts finds it, see decision 67.
         self._places.write(place)
         return place, child
 
-    async def _attend_again(self, place: FlowPlace) -> None:
+    async def _attend_again(self, place: flow_places.FlowPlace) -> None:
         """Attend to the flow of a former worker, unless another worker does."""
         with FlowLock(self._places.lock_path(place.flow_run)) as lock:
             if not lock.try_take():
@@ -267,7 +259,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
     async def _attend(
         self,
         flow_run: FlowRun,
-        place: FlowPlace | None,
+        place: flow_places.FlowPlace | None,
         child: subprocess.Popen[bytes] | None = None,
     ) -> None:
         """Watch a flow until it has a final state. Start it again if it dies and its run lives.
@@ -286,7 +278,10 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
             self._attended[number] -= 1
 
     async def _attend_to_end(
-        self, flow_run: FlowRun, place: FlowPlace | None, child: subprocess.Popen[bytes] | None
+        self,
+        flow_run: FlowRun,
+        place: flow_places.FlowPlace | None,
+        child: subprocess.Popen[bytes] | None,
     ) -> None:
         """Do the work of `_attend`. The lock in the run's folder keeps other workers from it."""
         number, delay_s = str(flow_run.id), RESTART_S
@@ -317,14 +312,17 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
             return paths is not None
         lock = locks.enter_context(FlowLock(paths.worker_lock))
         # Checked again under the lock: another worker may have started the flow meanwhile.
-        if not lock.try_take() or is_supervised(paths.flow_lock) is not False:
+        if not lock.try_take() or supervision.is_supervised(paths.flow_lock) is not False:
             return False
         self._claimed.add(number)
         locks.callback(self._claimed.discard, number)
         return True
 
     async def _wait_for_end(
-        self, flow_run: FlowRun, place: FlowPlace | None, child: subprocess.Popen[bytes] | None
+        self,
+        flow_run: FlowRun,
+        place: flow_places.FlowPlace | None,
+        child: subprocess.Popen[bytes] | None,
     ) -> None:
         """Wait until the place is gone. If Prefect cancels the flow run, cancel its training run.
 
@@ -335,7 +333,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
             if not has_asked and (state := await self._state(flow_run)).is_cancelling():
                 has_asked = True
                 if not await run_sync(self._cancel, flow_run, state):
-                    await run_sync(end, place)
+                    await run_sync(flow_places.end, place)
             await anyio.sleep(LOOK_S)
 
     def _cancel(self, flow_run: FlowRun, state: State[Any]) -> bool:
@@ -345,11 +343,13 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
             self._logger.info("%s", cancellation.cancel_run(paths, flow_run, state))
         return paths is not None
 
-    def _is_there(self, place: FlowPlace, child: subprocess.Popen[bytes] | None) -> bool:
+    def _is_there(
+        self, place: flow_places.FlowPlace, child: subprocess.Popen[bytes] | None
+    ) -> bool:
         if child is not None and child.poll() is not None:
             return False
         try:
-            return is_running(place)
+            return flow_places.is_running(place)
         except SchedulerUnavailableError:
             # Slurm does not answer. An unknown job counts as there, never as gone.
             return True
@@ -383,7 +383,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
 
     async def _start_again(
         self, flow_run: FlowRun
-    ) -> tuple[FlowPlace, subprocess.Popen[bytes] | None]:
+    ) -> tuple[flow_places.FlowPlace, subprocess.Popen[bytes] | None]:
         self._logger.warning("flow run '%s' was lost and is started again", flow_run.name)
         configuration = await self.job_configuration.resolve_for_flow_run(
             flow_run,
@@ -467,7 +467,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
             # It has not begun yet, or is of another flow. The search reads all runs.
             self._search_at[number] = now + SEARCH_S
             return False
-        return is_supervised(paths.flow_lock) is False and self._has_live_run(flow_run)
+        return supervision.is_supervised(paths.flow_lock) is False and self._has_live_run(flow_run)
 
     def _find_run(self, flow_run: FlowRun) -> RunPaths | None:
         """Return the run that the flow run supervises or supervised last, or None."""
@@ -484,7 +484,7 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
     def _has_live_run(self, flow_run: FlowRun) -> bool:
         paths = self._find_run(flow_run)
         try:
-            return paths is not None and load_tallied(paths).state.is_live
+            return paths is not None and history_cache.load_tallied(paths).state.is_live
         except (HoldfastError, OSError):
             return False
 

@@ -12,9 +12,8 @@ from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.journal_follow import JournalPlace, follow
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import SecretError, ServiceError
-from holdfast.contracts.records.alerts import text_of
+from holdfast.contracts.records import alerts, history_cache
 from holdfast.contracts.records.history import RunHistory
-from holdfast.contracts.records.history_cache import AGAIN_S
 from holdfast.contracts.spec.secrets import SecretReference, describe, place_of_target, resolve
 from holdfast.contracts.spec.sections import Topic
 from holdfast.contracts.states import Cause, RunState
@@ -105,7 +104,7 @@ class Notifier:
             if time.time() - line.event.time >= AGE_S_MAX:
                 raise RefusedLineError("a notification was given up after a day")
             title = f"{self._name}: {topic_of(line.event)}"
-            body = self._redactor.text(text_of(line.event))[:TEXT_CHARACTERS_MAX]
+            body = self._redactor.text(alerts.text_of(line.event))[:TEXT_CHARACTERS_MAX]
             if not self._sender().notify(body=body, title=title, notify_type=_type_of(line.event)):
                 raise ServiceError(
                     f"{self._place}: the notification was not accepted; try the address with the "
@@ -234,7 +233,7 @@ class _Look:
             # The outbox ignores the lines of a replaced journal that it has.
             self._places[path] = follow(path, self._places.get(path), begin=_nothing, take=take)
         self._turn = turn
-        self._whole_at = now + AGAIN_S if is_whole else self._whole_at
+        self._whole_at = now + history_cache.AGAIN_S if is_whole else self._whole_at
 
 
 def _nothing() -> None:

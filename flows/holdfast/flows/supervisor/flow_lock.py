@@ -10,9 +10,8 @@ import os
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.disk.file_locks import open_lock, wait_for_lock
+from holdfast.contracts.disk import file_locks, reading
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.disk.reading import open_beneath, read_bounded
 from holdfast.contracts.errors import ForeignFileError
 from holdfast.contracts.records.supervision import is_supervised
 
@@ -31,7 +30,7 @@ class FlowLock:
 
     def __enter__(self) -> FlowLock:
         # Closed on exec, because a job started from here would otherwise keep the lock.
-        self._handle = open_lock(self.path, owner_only=True)
+        self._handle = file_locks.open_lock(self.path, owner_only=True)
         # Some network file systems show a new file to other hosts only once it is synced.
         os.fsync(self._handle)
         return self
@@ -47,7 +46,7 @@ class FlowLock:
 
     def try_take(self) -> bool:
         assert self._handle is not None, "use the lock in a with statement"
-        self.is_held = wait_for_lock(self._handle)
+        self.is_held = file_locks.wait_for_lock(self._handle)
         return self.is_held
 
 
@@ -73,8 +72,10 @@ def hand_over(paths: RunPaths) -> str:
         if folder.lstat().st_uid != os.geteuid() or not is_supervised(folder / LOCK):
             return ""
         flags = os.O_WRONLY | os.O_CREAT
-        os.close(open_beneath(folder / WANTED / paths.name, flags, below=folder))
-        where = read_bounded(folder / LOCK, NAME_BYTES_MAX, below=folder).decode(errors="replace")
+        os.close(reading.open_beneath(folder / WANTED / paths.name, flags, below=folder))
+        where = reading.read_bounded(folder / LOCK, NAME_BYTES_MAX, below=folder).decode(
+            errors="replace"
+        )
         # If it has just ended, its successor finds the file, but nobody may start one.
         return where if is_supervised(folder / LOCK) else ""
     except (OSError, ForeignFileError):

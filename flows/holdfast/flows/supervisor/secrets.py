@@ -17,22 +17,8 @@ from holdfast.contracts.errors import PreflightError, SecretError, ServiceError
 from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.redaction import places_of_secrets
+from holdfast.contracts.spec import secrets
 from holdfast.contracts.spec.run_spec import RunSpec
-from holdfast.contracts.spec.secrets import (
-    FORMS,
-    FROM_ENV,
-    FROM_FILE,
-    PREFECT_SECRET,
-    SecretReference,
-    check_value,
-    describe,
-    forget_record,
-    place_of_target,
-    read_record,
-    read_secret_file,
-    references_in,
-    write_record,
-)
 from holdfast.flows.supervisor.deliveries import check_address
 from holdfast.workers.runs.reconcile import needs_secrets
 
@@ -42,18 +28,18 @@ class ReferenceCheck:
     """Whether a reference has a value here. Unless `is_final`, a node may still have one."""
 
     name: str
-    reference: SecretReference
+    reference: secrets.SecretReference
     problem: str = ""
     is_final: bool = True
 
     def __str__(self) -> str:
-        return describe(self.name, self.reference, self.problem or "has a value here")
+        return secrets.describe(self.name, self.reference, self.problem or "has a value here")
 
 
-def all_references(spec: RunSpec) -> dict[str, SecretReference]:
+def all_references(spec: RunSpec) -> dict[str, secrets.SecretReference]:
     """Return the references of a spec: variables by name, targets by `place_of_target`."""
-    targets = {place_of_target(name): one for name, one in spec.alerts.targets.items()}
-    return {**references_in(spec.environment), **targets}
+    targets = {secrets.place_of_target(name): one for name, one in spec.alerts.targets.items()}
+    return {**secrets.references_in(spec.environment), **targets}
 
 
 def examine(spec: RunSpec, known: Mapping[str, str] | None = None) -> list[ReferenceCheck]:
@@ -63,7 +49,7 @@ def examine(spec: RunSpec, known: Mapping[str, str] | None = None) -> list[Refer
     for name, reference in all_references(spec).items():
         is_target = name not in spec.environment
         # Nodes do not read the addresses of targets.
-        is_final = reference.kind != FROM_FILE or is_local or is_target
+        is_final = reference.kind != secrets.FROM_FILE or is_local or is_target
         problem = ""
         try:
             value = _look_up(reference)
@@ -107,7 +93,7 @@ def plain_secret_warnings(spec: RunSpec) -> list[str]:
     """Return a warning for each key of the spec that looks like a secret in plain text."""
     return [
         f"{place} looks like a secret in plain text, which is stored with the run; use a "
-        f"reference in a variable of `environment` instead: {FORMS}"
+        f"reference in a variable of `environment` instead: {secrets.FORMS}"
         for place in places_of_secrets(spec.given)
     ]
 
@@ -117,7 +103,7 @@ def recorded(paths: RunPaths, spec: RunSpec) -> dict[str, str]:
     try:
         if not paths.is_mine():
             return {}
-        return read_record(paths, all_references(spec))
+        return secrets.read_record(paths, all_references(spec))
     except (SecretError, OSError):
         return {}
 
@@ -143,43 +129,43 @@ def record(paths: RunPaths, *, refresh: bool) -> None:
     references = {
         name: reference
         for name, reference in all_references(spec).items()
-        if reference.kind != FROM_FILE
+        if reference.kind != secrets.FROM_FILE
     }
     if not references:
         return
-    before = read_record(paths, references)
+    before = secrets.read_record(paths, references)
     values, problems = dict(before), []
     for name, reference in references.items():
-        if name in before and not refresh and reference.kind == FROM_ENV:
+        if name in before and not refresh and reference.kind == secrets.FROM_ENV:
             continue
         try:
             values[name] = _look_up(reference)
         except SecretError as error:
             if name not in before:
-                problems.append(describe(name, reference, error))
+                problems.append(secrets.describe(name, reference, error))
     if problems:
         raise SecretError("; ".join(problems))
     if values != before:
-        write_record(paths, references, values)
+        secrets.write_record(paths, references, values)
 
 
 def forget(paths: RunPaths) -> None:
     """Delete the run's recorded values if it has ended and no consumer may need them."""
-    forget_record(paths, lambda: not needs_secrets(paths, load_tallied(paths)))
+    secrets.forget_record(paths, lambda: not needs_secrets(paths, load_tallied(paths)))
 
 
-def _look_up(reference: SecretReference) -> str:
+def _look_up(reference: secrets.SecretReference) -> str:
     """Return the current value of a reference. Raises `SecretError`."""
-    if reference.kind == FROM_FILE:
-        return read_secret_file(reference.source)
-    if reference.kind == PREFECT_SECRET:
-        return check_value(_load_block(reference.source))
+    if reference.kind == secrets.FROM_FILE:
+        return secrets.read_secret_file(reference.source)
+    if reference.kind == secrets.PREFECT_SECRET:
+        return secrets.check_value(_load_block(reference.source))
     if reference.source not in os.environ:
         raise SecretError(
             f"the variable {reference.source} is not set here; set it, then submit or relaunch "
             "the run from the same shell"
         )
-    return check_value(os.environ[reference.source])
+    return secrets.check_value(os.environ[reference.source])
 
 
 def _load_block(name: str) -> str:

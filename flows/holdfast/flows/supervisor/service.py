@@ -15,16 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.disk.durable import make_directory
-from holdfast.contracts.disk.file_locks import open_lock, wait_for_lock
+from holdfast.contracts.disk import durable, file_locks, visits
 from holdfast.contracts.disk.paths import RUN_NAME, RunPaths
-from holdfast.contracts.disk.visits import own_runs, visit
 from holdfast.contracts.errors import RunConflictError
 from holdfast.contracts.records.consumers import needs_supervisor
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.flows.supervisor.carry import carry
-from holdfast.flows.supervisor.flow_lock import LOCK, NAME_BYTES_MAX, WANTED, service_folder
 from holdfast.lineage.index import Index
 
 # How soon a submitted run is taken up.
@@ -43,7 +40,7 @@ class SupervisorService:
     def __init__(self, root: Path, index: Index, log: logging.Logger) -> None:
         self.root, self.stop = root, threading.Event()
         self._index, self._log = index, log
-        self._folder = service_folder(root)
+        self._folder = flow_lock.service_folder(root)
         self._threads: dict[str, threading.Thread] = {}
         # When a run without a thread is looked at again, by the monotonic clock.
         self._next_look: dict[str, float] = {}
@@ -69,12 +66,12 @@ class SupervisorService:
 
     @contextlib.contextmanager
     def _only_one(self) -> Iterator[None]:
-        make_directory(self.root)
+        durable.make_directory(self.root)
         self._make_folder()
-        handle = open_lock(self._folder / LOCK, owner_only=True)
+        handle = file_locks.open_lock(self._folder / flow_lock.LOCK, owner_only=True)
         try:
-            if not wait_for_lock(handle, SCAN_S):
-                other = os.pread(handle, NAME_BYTES_MAX, 0).decode(errors="replace")
+            if not file_locks.wait_for_lock(handle, SCAN_S):
+                other = os.pread(handle, flow_lock.NAME_BYTES_MAX, 0).decode(errors="replace")
                 raise RunConflictError(
                     f"{self.root}: {other or 'another process'} supervises your runs there already"
                 )
@@ -106,7 +103,7 @@ class SupervisorService:
                 )
             os.fchmod(folder, 0o700)
             with contextlib.suppress(FileExistsError):
-                os.mkdir(WANTED, dir_fd=folder)
+                os.mkdir(flow_lock.WANTED, dir_fd=folder)
         finally:
             os.close(folder)
 
@@ -114,18 +111,20 @@ class SupervisorService:
         names = self._take_wanted()
         now = time.monotonic()
         if now >= self._scan_at:
-            names |= {paths.name for paths in own_runs(self.root)}
+            names |= {paths.name for paths in visits.own_runs(self.root)}
             self._scan_at = now + SCAN_S
-        for one in visit([RunPaths(self.root / name) for name in sorted(names)], self._look):
+        for one in visits.visit([RunPaths(self.root / name) for name in sorted(names)], self._look):
             if one.error is not None:
                 self._log.warning("%s: %s", one.paths.name, one.reason)
                 self._next_look[one.paths.name] = now + FAILED_S
 
     def _take_wanted(self) -> set[str]:
         """Return the runs that commands have left for the service, and forget them."""
-        found = {name for name in os.listdir(self._folder / WANTED) if RUN_NAME.fullmatch(name)}
+        found = {
+            name for name in os.listdir(self._folder / flow_lock.WANTED) if RUN_NAME.fullmatch(name)
+        }
         for name in found:
-            (self._folder / WANTED / name).unlink(missing_ok=True)
+            (self._folder / flow_lock.WANTED / name).unlink(missing_ok=True)
             self._next_look.pop(name, None)
         return found
 
@@ -138,7 +137,7 @@ class SupervisorService:
         if self._next_look.get(name, 0.0) > now:
             return
         is_mine = paths.is_mine()
-        if is_mine and is_supervised(paths.flow_lock):
+        if is_mine and supervision.is_supervised(paths.flow_lock):
             return
         if not is_mine or not self._is_live(paths):
             self._next_look[name] = now + ENDED_S

@@ -43,12 +43,17 @@ from holdfast.workers.decisions.growth import CapacityObservation, find_growth
 from holdfast.workers.decisions.places import ReturnWatch, place_of
 from holdfast.workers.decisions.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.nodes.heartbeats import HeartbeatWatch, clock_problems, read_heartbeats
-from holdfast.workers.runs import attempts, operator, restarts, successors, tending
-from holdfast.workers.runs.endings import complete_goodput
+from holdfast.workers.runs import (
+    attempts,
+    endings,
+    operator,
+    restarts,
+    run_folders,
+    successors,
+    tending,
+)
 from holdfast.workers.runs.feasibility import Feasibility
-from holdfast.workers.runs.operator import move_on, return_when_free
 from holdfast.workers.runs.reconcile import reconcile
-from holdfast.workers.runs.run_folders import keep_reserve, require_own, why_not_submitted
 from holdfast.workers.schedulers import ask_capacity, executor_for
 from holdfast.workers.schedulers.slurm_capacity import Room
 
@@ -269,7 +274,7 @@ class Supervisor:
         A `companion` may end this earlier, while the run is paused. Raises `SpecError` for another
         user's run, `ServiceError` after `SUPERVISION_S_MAX` seconds.
         """
-        require_own(self.paths)
+        run_folders.require_own(self.paths)
         ends_at = time.monotonic() + SUPERVISION_S_MAX
         with (
             self._lock,
@@ -327,9 +332,9 @@ class Supervisor:
         for directory in (self.paths.attempts, self.paths.journal):
             refresh(directory)
         with contextlib.suppress(OSError):
-            keep_reserve(self.paths)
+            run_folders.keep_reserve(self.paths)
         attempts.complete_journal(self.paths, journal)
-        complete_goodput(self.paths, journal)
+        endings.complete_goodput(self.paths, journal)
         host, pid = socket.gethostname(), os.getpid()
         journal.append(EventKind.SUPERVISED, host=host, pid=pid, flow_run=self.flow_run)
         self.is_acting = True
@@ -434,8 +439,8 @@ class Supervisor:
             self.log.warning("%s", message)
         now = time.time()
         if message := (
-            move_on(history, now=now, writer=JOURNAL)
-            or return_when_free(self._return, history, now=now, writer=JOURNAL)
+            operator.move_on(history, now=now, writer=JOURNAL)
+            or operator.return_when_free(self._return, history, now=now, writer=JOURNAL)
             or tending.take_back_overdue(history, now=now, writer=JOURNAL)
             or tending.allow_hosts_again(history, now=now, writer=JOURNAL)
         ):
@@ -548,7 +553,7 @@ class Supervisor:
 
         A run that needs a newer version waits for a supervisor of that version.
         """
-        if problem := why_not_submitted(history.record):
+        if problem := run_folders.why_not_submitted(history.record):
             return Decision(action="wait", reason=problem)
         try:
             secrets.record(self.paths, refresh=False)
