@@ -18,7 +18,7 @@ from tests.support.runs import RunFolder
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.records.trackers import trackers_in
-from holdfast.lineage.queries.run_comparison import flat_arguments
+from holdfast.lineage.queries.comparison import flat_arguments
 
 NOW: Final = time.time()
 BEST: Final = {"keep": {"last": 9, "best": {"metric": "loss", "mode": "min", "n": 1}}}

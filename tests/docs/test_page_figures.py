@@ -25,7 +25,7 @@ from holdfast.trainer.trackers import sink
 from holdfast.workers import health
 from holdfast.workers.agent.watch import hangs, heartbeat, rank_watch, silence
 from holdfast.workers.agent.watch.silence import LIMITS
-from holdfast.workers.decisions import exclusions, flush_forecast, policy
+from holdfast.workers.decisions import exclusions, grace, policy
 from holdfast.workers.nodes import calibration, heartbeats
 from holdfast.workers.runs import request
 from holdfast.workers.schedulers import slurm_client
@@ -118,10 +118,7 @@ PAGES: Final[dict[str, tuple[str, ...]]] = {
         f"at most {health.CLOCK_S_MAX:g} s from the clock",
     ),
     "slurm-preemption": (
-        (
-            f"{flush_forecast.FACTOR} × (blocked + flush) + 2 × duration of a step + "
-            f"{flush_forecast.MARGIN_S:g} s"
-        ),
+        (f"{grace.FACTOR} × (blocked + flush) + 2 × duration of a step + {grace.MARGIN_S:g} s"),
         f"N = `grace_s` + {request.WARNING_MARGIN_S} s",
         f"does not answer within {slurm_client.ANSWER_TIMEOUT_S:g} s",
     ),

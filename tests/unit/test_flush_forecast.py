@@ -17,13 +17,15 @@ from holdfast.contracts.records.attempt import create_document
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.stops.sources import FORECAST_POLL_S, LIMIT_POLL_S, FlushLog, StopWatch
-from holdfast.workers.decisions.flush_forecast import (
+from holdfast.workers.decisions.grace import (
     FlushForecast,
     forecast_flush,
+    grace_of_partition,
+    grace_of_qos,
     grace_warnings,
     stop_lead_s,
+    warnings_of,
 )
-from holdfast.workers.decisions.grace import grace_of_partition, grace_of_qos, warnings_of
 from holdfast.workers.runs.request import build_request
 
 

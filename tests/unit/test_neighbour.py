@@ -32,6 +32,7 @@ from holdfast.contracts.records.protection import (
 )
 from holdfast.trainer.flusher.salvage import Agreed, newest_covered
 from holdfast.trainer.neighbour import line as lines
+from holdfast.trainer.neighbour import receiver as receiving
 from holdfast.trainer.neighbour.exchange import Exchange, Protection
 from holdfast.trainer.neighbour.node_copy import NodeCopy, copy_slots
 from holdfast.trainer.slots.slot_table import FilePlace

@@ -27,7 +27,6 @@ from holdfast.lineage.queries import (
     folding,
     pages,
     reports,
-    run_comparison,
     run_queries,
     totals,
     views,
@@ -232,7 +231,7 @@ class IndexStore:
     @in_one_read
     def compare_runs(self, names: Sequence[str]) -> reports.RunsComparison:
         uids = [self.find_run(name).uid for name in names]
-        return run_comparison.compare_runs(self.index.open(), uids)
+        return comparison.compare_runs(self.index.open(), uids)
 
     @in_one_read
     def list_events(

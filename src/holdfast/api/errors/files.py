@@ -23,7 +23,7 @@ from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.disk.reading import open_regular, read_bounded
 from holdfast.contracts.errors import ForeignFileError
 from holdfast.contracts.plain_text import plain_line
-from holdfast.workers.decisions import torchrun_report
+from holdfast.workers.decisions import evidence
 from holdfast.workers.decisions.causes import RankFailure
 from holdfast.workers.decisions.evidence import last_message, last_traceback
 
@@ -74,7 +74,7 @@ class _Place:
 class _Report:
     """What a node's torchrun logged: its failed ranks by their numbers, and the ended processes."""
 
-    failed: Mapping[int, torchrun_report.ReportedFailure]
+    failed: Mapping[int, evidence.ReportedFailure]
     ended: frozenset[int]
 
 
@@ -189,13 +189,13 @@ class ErrorFiles:
             content = read_bounded(folder / "error.json", ERROR_FILE_BYTES_MAX, below=below)
         except (OSError, ForeignFileError):
             return "", 0.0
-        return torchrun_report.read_error_file(content)
+        return evidence.read_error_file(content)
 
     def _report(self, launch: Path) -> _Report:
         if launch not in self._reports:
             log = self._tail(launch / "torchrun.log", REPORT_BYTES)
-            failed = {one.local: one for one in torchrun_report.read_report(log)}
-            self._reports[launch] = _Report(failed, frozenset(torchrun_report.ended_peers(log)))
+            failed = {one.local: one for one in evidence.read_report(log)}
+            self._reports[launch] = _Report(failed, frozenset(evidence.ended_peers(log)))
         return self._reports[launch]
 
     def _tail(self, path: Path, bytes_max: int = TAIL_BYTES) -> str:
@@ -215,7 +215,7 @@ class ErrorFiles:
         return self._hosts.get(name.node, "") if name.node is not None else ""
 
 
-def ended_as(named: LaunchEnd | None, reported: torchrun_report.ReportedFailure | None) -> int:
+def ended_as(named: LaunchEnd | None, reported: evidence.ReportedFailure | None) -> int:
     """Return the exit code of a rank: by the journal if that names it, else by torchrun, else 1."""
     if named is not None and named.code is not None:
         return named.code

@@ -34,8 +34,12 @@ from holdfast.workers.agent.launch.command import (
 from holdfast.workers.agent.launch.loaded_torchrun import GUARD, TORCHRUN, LoadedTorchrun
 from holdfast.workers.agent.watch import flight_recorder, kernel_view
 from holdfast.workers.decisions.causes import RankFailure
-from holdfast.workers.decisions.evidence import last_traceback
-from holdfast.workers.decisions.torchrun_report import ended_peers, read_error_file, read_report
+from holdfast.workers.decisions.evidence import (
+    ended_peers,
+    last_traceback,
+    read_error_file,
+    read_report,
+)
 from holdfast.workers.nodes import processes, visible_gpus
 
 # A log that a process writes to this node's memory, copied to storage by a thread.

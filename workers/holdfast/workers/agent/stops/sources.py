@@ -22,14 +22,14 @@ from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.stops.signals import Judgement, judge
-from holdfast.workers.decisions import flush_forecast
+from holdfast.workers.decisions import grace
 from holdfast.workers.runs.request import warning_lead_s
 from holdfast.workers.schedulers import slurm_client
 
 # The saves of this run so far, read from its growing journals.
 
 # A save has a line when it is staged and one when it is committed, unless it fails.
-LINES_KEPT_MAX = 4 * flush_forecast.SAVES_RECENT
+LINES_KEPT_MAX = 4 * grace.SAVES_RECENT
 
 
 class FlushLog:
@@ -40,7 +40,7 @@ class FlushLog:
         self._offsets: dict[Path, int] = {}
         self._lines: list[Event] = []
 
-    def forecast(self) -> flush_forecast.FlushForecast | None:
+    def forecast(self) -> grace.FlushForecast | None:
         """Return how long the next flush is expected to take, or None before any save."""
         attempts = [self._attempt] if self._offsets else self._run.list_attempts()
         fresh: list[Event] = []
@@ -51,7 +51,7 @@ class FlushLog:
             fresh += [event for event in events if event.kind in saves]
         fresh.sort(key=lambda event: event.time)
         self._lines = [*self._lines, *fresh][-LINES_KEPT_MAX:]
-        return flush_forecast.forecast_flush(self._lines)
+        return grace.forecast_flush(self._lines)
 
 
 # The difference between Slurm's clock and this node's. Slurm's times are by its own clock.
@@ -161,7 +161,7 @@ class StopWatch:
         self.drained: Mapping[str, str] = {}
         # By how much Slurm's clock is ahead of this node's. Slurm's times are by its own clock.
         self._lead_of_slurm_s = 0.0
-        self._forecast: flush_forecast.FlushForecast | None = None
+        self._forecast: grace.FlushForecast | None = None
         self.end_at = self._find_end(context.started_at)
 
     def from_signal(self, name: str, heard_at: float) -> tuple[StopRequest | None, Judgement]:
@@ -293,7 +293,7 @@ class StopWatch:
     def _lead_s(self) -> float:
         """Return how many seconds before the end the stop starts."""
         grace_s = self._context.request.supervision.grace_s
-        lead_s = flush_forecast.stop_lead_s(self._forecast, grace_s=grace_s, step_s=self._step_s())
+        lead_s = grace.stop_lead_s(self._forecast, grace_s=grace_s, step_s=self._step_s())
         return lead_s + LIMIT_POLL_S
 
     def _find_end(self, started_at: float, known: float | None = None) -> float | None:
