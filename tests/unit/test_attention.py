@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.api.attention import FILE, RootAcknowledgements, acknowledged_in
 from holdfast.api.capacity import find_full_roots
-from holdfast.api.findings import PROTECTION, QUEUE, SAVES, RunFacts, advice, findings
+from holdfast.api.findings import PROTECTION, QUEUE, SAVES, RunFacts, advice, find
 from holdfast.api.schemas import Acknowledged
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.records import alerts
@@ -37,7 +37,7 @@ def facts(*events: Event, **given: Any) -> RunFacts:
 
 
 def kinds(*events: Event, **given: Any) -> list[str]:
-    return [one["kind"] for one in findings(facts(*events, **given))]
+    return [one["kind"] for one in find(facts(*events, **given))]
 
 
 def crash(at: float, step: int | None, ending: str = "crashed") -> Event:
@@ -54,7 +54,7 @@ def test_a_hang_is_reported_until_it_clears_or_the_next_launch() -> None:
 
 def test_launches_that_fail_at_the_same_step_are_a_loop_until_a_step_follows() -> None:
     same = [crash(1, 40, "hung"), crash(2, 40, "hung")]
-    (found,) = findings(facts(*same, step=40))
+    (found,) = find(facts(*same, step=40))
     assert found["text"] == "2 launches in a row failed, and none got past step 40"
     assert kinds(*same, step=41) == []
     assert kinds(crash(1, 40), crash(2, 60)) == []
@@ -64,7 +64,7 @@ def test_launches_that_fail_at_the_same_step_are_a_loop_until_a_step_follows() -
 
 def test_failed_saves_count_since_the_newest_checkpoint() -> None:
     failed = event(5, EventKind.SAVE_FAILED, checkpoint="c", step=5, error="disk full")
-    (found,) = findings(facts(failed, committed_at=4))
+    (found,) = find(facts(failed, committed_at=4))
     assert found["text"] == "1 save failed since the newest checkpoint: disk full"
     assert kinds(failed, committed_at=6) == []
 
@@ -97,7 +97,7 @@ def test_a_crash_names_the_rank_its_host_and_its_signal_or_exit_status() -> None
 
 def test_a_silent_node_is_reported_until_it_answers_or_the_next_launch() -> None:
     silent = event(1, EventKind.NODE_SILENT, nodes=["gpu-3", "gpu-4"], count=2, silent=True)
-    one, other = findings(facts(silent))
+    one, other = find(facts(silent))
     assert (one["text"], other["since"]) == (
         "gpu-3 sends no heartbeats; its agent or the node may be gone",
         1,
@@ -124,7 +124,7 @@ def test_an_unprotected_launch_is_reported_until_it_is_protected_or_ends() -> No
     facts_of = {"launch": 1, "lacks": "copies", "host": "n1"}
     lacks = event(2, EventKind.PROTECTION, **facts_of, unprotected="1 MiB of memory are free")
     used = event(3, EventKind.PROTECTION, launch=1, lacks="spares", unprotected="no spare is left")
-    one, other = findings(facts(began, lacks, used))
+    one, other = find(facts(began, lacks, used))
     assert (one["kind"], one["level"], one["since"]) == ("unprotected", "warn", 2)
     assert one["text"] == "n1: 1 MiB of memory are free"
     assert one["action"].startswith("give the job more memory per node")
@@ -147,7 +147,7 @@ def saves(*steps: int, every: float = 60.0) -> list[Event]:
 def test_a_checkpoint_is_too_old_after_several_usual_intervals() -> None:
     usual = saves(10, 20, 30)
     assert kinds(*usual, now=180 + 600) == []
-    (found,) = findings(facts(*usual, now=180 + 601))
+    (found,) = find(facts(*usual, now=180 + 601))
     assert found["kind"] == "checkpoint_old"
     assert found["text"] == "no checkpoint for 10 min, where one usually comes every 1 min"
     assert found["since"] == 180
@@ -161,7 +161,7 @@ def test_a_checkpoint_is_too_old_after_several_usual_intervals() -> None:
     assert kinds(*usual, hang, now=9999) == ["hung"]
     limit = {"limit": "checkpoint_age_max_min", "passed": True, "text": "too old"}
     limited = event(181, EventKind.LIMIT_PASSED, **limit)
-    assert [one["text"] for one in findings(facts(*usual, limited, now=9999))] == ["too old"]
+    assert [one["text"] for one in find(facts(*usual, limited, now=9999))] == ["too old"]
 
 
 def test_without_two_checkpoints_the_interval_of_the_spec_counts() -> None:
@@ -180,13 +180,13 @@ def test_a_mirror_is_behind_if_copies_fail_or_do_not_come() -> None:
     assert kinds(*late, now=180 + 599, has_mirror=True) == []
     (found,) = [
         one
-        for one in findings(facts(*late, now=180 + 601, has_mirror=True))
+        for one in find(facts(*late, now=180 + 601, has_mirror=True))
         if one["kind"] == "mirror_behind"
     ]
     assert found["text"] == "the mirror lacks 1 checkpoint; newest copy: step 20"
     assert "mirror_behind" not in kinds(*late, now=999, has_mirror=False)
     failed = event(190, EventKind.MIRROR_FAILED, step=30, error="403 Forbidden")
-    (found,) = findings(facts(*late, failed, now=200, has_mirror=True))
+    (found,) = find(facts(*late, failed, now=200, has_mirror=True))
     assert (found["level"], found["text"]) == (
         "bad",
         "1 copy to the mirror failed; newest copy: step 20; 403 Forbidden",
@@ -203,10 +203,10 @@ def test_a_job_is_pending_for_too_long_with_the_reason_of_slurm() -> None:
 
     queued: dict[str, Any] = {"state": "queued", "job_id": "7"}
     assert kinds(*pending("Priority"), now=1800, **queued) == []
-    (found,) = findings(facts(*pending("Priority"), now=1801, **queued))
+    (found,) = find(facts(*pending("Priority"), now=1801, **queued))
     assert (found["level"], found["text"]) == ("warn", "the job 7 is pending: Priority")
     assert "fewer GPUs" in found["action"]
-    (held,) = findings(facts(*pending("JobHeldAdmin"), now=121, **queued))
+    (held,) = find(facts(*pending("JobHeldAdmin"), now=121, **queued))
     assert (held["level"], held["action"]) == ("bad", "release the job with `scontrol release 7`")
     assert kinds(asked, now=1801, **queued) == ["pending_long"]
 
@@ -233,7 +233,7 @@ def test_a_run_that_waits_between_attempts_for_too_long_is_reported() -> None:
     ended = event(0, EventKind.ATTEMPT_ENDED, state="node_failed")
     waiting: dict[str, Any] = {"state": "waiting", "reason": "no node is free"}
     assert kinds(ended, now=1800, **waiting) == []
-    (found,) = findings(facts(ended, now=1801, **waiting))
+    (found,) = find(facts(ended, now=1801, **waiting))
     assert found["text"] == "no attempt has followed: no node is free"
 
 
@@ -248,7 +248,7 @@ def test_odd_journal_lines_break_nothing() -> None:
         odd = dict.fromkeys(names, value)
         events = [event(1, kind, **odd) for kinds in KINDS_OF.values() for kind in kinds]
         for state in ("running", "queued", "waiting"):
-            findings(facts(*events, state=state, now=99_999, has_mirror=True))
+            find(facts(*events, state=state, now=99_999, has_mirror=True))
     assert acknowledged_in([event(1, EventKind.ALERT_ACKNOWLEDGED)])
 
 
@@ -304,7 +304,7 @@ def ended(**data: Any) -> Event:
 
 
 def test_a_dead_agent_is_named_until_the_next_attempt_is_submitted() -> None:
-    (found,) = findings(facts(ended(), state="waiting", is_supervised=False))
+    (found,) = find(facts(ended(), state="waiting", is_supervised=False))
     assert found["text"] == (
         "the agent on gpu-1 of attempt 1 (2 nodes) is dead: no heartbeats since 00:00:40 UTC, "
         "and no recorded outcome"
@@ -312,7 +312,7 @@ def test_a_dead_agent_is_named_until_the_next_attempt_is_submitted() -> None:
     assert (found["kind"], found["level"], found["since"]) == ("silent", "bad", 40.0)
     assert "Relaunch" in found["action"]
     # A supervisor continues the run without a person.
-    (found,) = findings(facts(ended(), state="waiting"))
+    (found,) = find(facts(ended(), state="waiting"))
     assert (found["level"], "supervisor starts the next" in found["action"]) == ("warn", True)
     assert kinds(ended(), state="queued") == kinds(ended(), state="running") == []
 
@@ -326,5 +326,5 @@ def test_an_attempt_that_ended_otherwise_has_no_dead_agent() -> None:
 
 @pytest.mark.parametrize("at", [None, -1, 1e300, float("nan"), 10**400, "x"])
 def test_the_end_of_an_attempt_may_be_any_value(at: object) -> None:
-    (found,) = findings(facts(ended(ended_at=at, hosts={"a": 1}), state="waiting"))
+    (found,) = find(facts(ended(ended_at=at, hosts={"a": 1}), state="waiting"))
     assert "no heartbeats since 00:00:50 UTC" in found["text"]

@@ -23,23 +23,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from holdfast.api.capacity import find_full_roots
-from holdfast.api.findings import (
-    PROTECTION,
-    QUEUE,
-    RELAUNCH,
-    SAVES,
-    Finding,
-    RunFacts,
-    advice,
-    agent_on,
-    clock_time,
-    finding,
-    findings,
-    pending_reason,
-    waiting_since,
-)
-from holdfast.api.problems import LOG
+from holdfast.api import capacity, findings, problems
 from holdfast.api.schemas import Acknowledged, AttentionItem, WaitingRun
 from holdfast.api.signs import LifeSigns
 from holdfast.api.steering import read_supervision
@@ -186,7 +170,7 @@ class Attention:
             self._read_events(row, known)
         if not known.updated_at:
             return
-        found: list[Finding] = []
+        found: list[findings.Finding] = []
         step = None
         # The list of runs says which folders cannot be read.
         with contextlib.suppress(OSError, HoldfastError):
@@ -195,7 +179,7 @@ class Attention:
             step = live_step(paths)
         kinds = {one["kind"] for one in found}
         is_silent, is_supervised = "silent" in kinds, "unsupervised" not in kinds
-        told = findings(_facts(row, known, step, is_supervised=is_supervised))
+        told = findings.find(_facts(row, known, step, is_supervised=is_supervised))
         found += [one for one in told if not (is_silent and one["kind"] == "node_silent")]
         for one in found:
             identity = ":".join((uid, one["kind"], one["mark"]))
@@ -206,7 +190,7 @@ class Attention:
         """Read what the run's state needs."""
         uid, waits = row["uid"], row["state"] in {RunState.QUEUED, RunState.WAITING}
         acknowledged = (EventKind.ALERT_ACKNOWLEDGED,)
-        own = (QUEUE, (), ()) if waits else ((), SAVES, PROTECTION)
+        own = (findings.QUEUE, (), ()) if waits else ((), findings.SAVES, findings.PROTECTION)
         found = self._store.newest_of_each(uid, (KINDS, STEERING, acknowledged, *own))
         known.alerts, known.steering, lines, known.queue, known.saves, known.protection = found
         known.acknowledged = acknowledged_in(lines)
@@ -220,7 +204,7 @@ class Attention:
             commits = [one.data.get("bytes") for one in saves if one.kind is EventKind.COMMITTED]
             newest = commits[-1] if commits else 0
             sizes[root] = sizes.get(root, 0) + (newest if isinstance(newest, int) else 0)
-        full = find_full_roots(sizes)
+        full = capacity.find_full_roots(sizes)
         items = []
         for root, one in full:
             identity = f"{root}:{one['kind']}"
@@ -230,7 +214,9 @@ class Attention:
         return items
 
 
-def _unsupervised(row: RunRow, paths: RunPaths, known: _Known, signs: LifeSigns) -> list[Finding]:
+def _unsupervised(
+    row: RunRow, paths: RunPaths, known: _Known, signs: LifeSigns
+) -> list[findings.Finding]:
     if not signs.is_unsupervised:
         return []
     since = signs.supervised_at
@@ -245,10 +231,10 @@ def _unsupervised(row: RunRow, paths: RunPaths, known: _Known, signs: LifeSigns)
         action = f"check {host}, whose lock may not be visible here, then Relaunch"
     starts = [event.time for event in known.steering if event.kind is EventKind.SUPERVISED]
     mark = max(starts, default=0.0)
-    return [finding("unsupervised", "bad", text, since, action, mark=mark)]
+    return [findings.finding("unsupervised", "bad", text, since, action, mark=mark)]
 
 
-def _silent(row: RunRow, paths: RunPaths, signs: LifeSigns) -> list[Finding]:
+def _silent(row: RunRow, paths: RunPaths, signs: LifeSigns) -> list[findings.Finding]:
     """Report an attempt that runs by the index, and whose agent writes no more heartbeats."""
     number = signs.attempt
     if row["state"] != RunState.RUNNING or not signs.is_silent or number is None:
@@ -257,10 +243,11 @@ def _silent(row: RunRow, paths: RunPaths, signs: LifeSigns) -> list[Finding]:
     # An agent that ends by itself leaves an outcome before its last heartbeat.
     if filesystems.is_there(attempt.outcome):
         return []
-    agent = agent_on([beat.host for beat in read_heartbeats(attempt)], attempt=number)
+    agent = findings.agent_on([beat.host for beat in read_heartbeats(attempt)], attempt=number)
     since = time.time() - signs.silent_s
-    text = f"{agent} has sent no heartbeats since {clock_time(since)}, so it or its host is dead"
-    return [finding("silent", "bad", text, since, RELAUNCH, mark=number)]
+    seen = findings.clock_time(since)
+    text = f"{agent} has sent no heartbeats since {seen}, so it or its host is dead"
+    return [findings.finding("silent", "bad", text, since, findings.RELAUNCH, mark=number)]
 
 
 def _checkpointing(section: Any) -> Checkpointing | None:
@@ -277,9 +264,11 @@ def _read_checkpointing(section: str) -> Checkpointing:
     return Checkpointing.read(json.loads(section))
 
 
-def _facts(row: RunRow, known: _Known, step: int | None, *, is_supervised: bool) -> RunFacts:
+def _facts(
+    row: RunRow, known: _Known, step: int | None, *, is_supervised: bool
+) -> findings.RunFacts:
     checkpointing = known.checkpointing
-    return RunFacts(
+    return findings.RunFacts(
         state=row["state"],
         now=time.time(),
         reason=row["reason"],
@@ -298,8 +287,8 @@ def _facts(row: RunRow, known: _Known, step: int | None, *, is_supervised: bool)
 
 def _waiting(row: RunRow, known: _Known) -> WaitingRun:
     is_queued = row["state"] == RunState.QUEUED
-    why, starts_at = pending_reason(known.queue) if is_queued else ("", None)
-    action = advice(why, row["job_id"])[1] if is_queued else "Relaunch tries it now"
+    why, starts_at = findings.pending_reason(known.queue) if is_queued else ("", None)
+    action = findings.advice(why, row["job_id"])[1] if is_queued else "Relaunch tries it now"
     reason = why or row["reason"]
     return WaitingRun(
         run=row["run"],
@@ -309,7 +298,7 @@ def _waiting(row: RunRow, known: _Known) -> WaitingRun:
         partition=row["partition"],
         gpus=row["world_size"],
         job_id=row["job_id"] if is_queued else None,
-        since=iso(waiting_since(row["state"], known.queue)),
+        since=iso(findings.waiting_since(row["state"], known.queue)),
         reason=reason[:TEXT_CHARACTERS_MAX] if reason else None,
         starts_at=iso(starts_at),
         action=action,
@@ -321,7 +310,11 @@ def _interval_s(checkpointing: Checkpointing | None) -> float | None:
 
 
 def _item(
-    one: Finding, identity: str, run: str | None, uid: str | None, done: Acknowledged | None
+    one: findings.Finding,
+    identity: str,
+    run: str | None,
+    uid: str | None,
+    done: Acknowledged | None,
 ) -> AttentionItem:
     facts = {**one, "since": iso(one["since"]), "text": one["text"][:TEXT_CHARACTERS_MAX]}
     del facts["mark"]
@@ -384,7 +377,7 @@ class RootAcknowledgements:
                 self._write(kept)
             except OSError as error:
                 # The next look tries it again.
-                LOG.warning("%s: cannot be written: %s", self._path, error)
+                problems.LOG.warning("%s: cannot be written: %s", self._path, error)
 
     def _read(self) -> dict[str, Acknowledged]:
         try:
@@ -392,7 +385,7 @@ class RootAcknowledgements:
         except FileNotFoundError:
             return {}
         except (OSError, ValidationError) as error:
-            LOG.warning("%s: cannot be read, so it counts as empty: %s", self._path, error)
+            problems.LOG.warning("%s: cannot be read, so it counts as empty: %s", self._path, error)
             return {}
 
     def _write(self, found: dict[str, Acknowledged]) -> None:

@@ -116,7 +116,7 @@ QUEUE: Final = (
 PROTECTION: Final = (*protection.LAUNCHES, EventKind.PROTECTION)
 
 
-def findings(facts: RunFacts) -> list[Finding]:
+def find(facts: RunFacts) -> list[Finding]:
     """Return what the journals of a live run say that needs a person."""
     hung, limits = list(_hang(facts.alerts)), list(_limits(facts.alerts))
     found = [

@@ -11,17 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from holdfast.cli.shared import output
 from holdfast.cli.shared.arguments import RunArgument, complete_checkpoint, confirm, refuse_unused
 from holdfast.cli.shared.index import forget, locate_checkpoint, locate_run, look_at, user_name
-from holdfast.cli.shared.output import (
-    AsJson,
-    RootOption,
-    answer,
-    bytes_text,
-    print_table,
-    say,
-    warn,
-)
 from holdfast.contracts.disk.damage import find_damage, word_for
 from holdfast.contracts.disk.journal import JournalWriter
 from holdfast.contracts.disk.manifest import Manifest
@@ -51,8 +43,8 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")
 def pin(
     checkpoint: CheckpointArgument,
     note: Annotated[str, typer.Option("--note", help="The reason, for the records.")] = "",
-    root: RootOption = None,
-    as_json: AsJson = False,
+    root: output.RootOption = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """Keep a checkpoint regardless of the keep rules."""
     from holdfast.workers.runs import operator
@@ -60,17 +52,19 @@ def pin(
     paths, name = locate_checkpoint(checkpoint, root)
     operator.pin(paths, name, by=user_name(), note=note)
     facts = {"checkpoint": checkpoint_id(paths.name, name), "pinned": True}
-    answer(facts, as_json, lambda data: say(f"pinned {data['checkpoint']}"))
+    output.answer(facts, as_json, lambda data: output.say(f"pinned {data['checkpoint']}"))
 
 
-def unpin(checkpoint: CheckpointArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+def unpin(
+    checkpoint: CheckpointArgument, root: output.RootOption = None, as_json: output.AsJson = False
+) -> None:
     """Remove a checkpoint's pin, so that the keep rules apply to it again."""
     from holdfast.workers.runs import operator
 
     paths, name = locate_checkpoint(checkpoint, root)
     operator.unpin(paths, name, by=user_name())
     facts = {"checkpoint": checkpoint_id(paths.name, name), "pinned": False}
-    answer(facts, as_json, lambda data: say(f"unpinned {data['checkpoint']}"))
+    output.answer(facts, as_json, lambda data: output.say(f"unpinned {data['checkpoint']}"))
 
 
 def metric(
@@ -78,8 +72,8 @@ def metric(
     metrics: Annotated[
         list[str], typer.Argument(metavar="NAME=VALUE...", help="A metric and its number.")
     ],
-    root: RootOption = None,
-    as_json: AsJson = False,
+    root: output.RootOption = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """Record metrics of a committed checkpoint, such as the results of an evaluation.
 
@@ -92,7 +86,7 @@ def metric(
         report(paths, name, values, by=user_name(), journal=journal)
     shown = {key: value if isfinite(value) else str(value) for key, value in values.items()}
     facts = {"checkpoint": checkpoint_id(paths.name, name), "metrics": shown}
-    answer(facts, as_json, lambda data: say(f"recorded for {data['checkpoint']}"))
+    output.answer(facts, as_json, lambda data: output.say(f"recorded for {data['checkpoint']}"))
 
 
 def _metrics_in(words: Sequence[str]) -> dict[str, float]:
@@ -140,8 +134,8 @@ def prune(
             help="This time, keep the N newest instead of what the spec's keep rules say.",
         ),
     ] = None,
-    root: RootOption = None,
-    as_json: AsJson = False,
+    root: output.RootOption = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """Delete the checkpoints that no keep rule, pin or use keeps. Their manifests remain.
 
@@ -159,7 +153,7 @@ def prune(
         if facts["deleted"]:
             what = f"{counted(len(facts['deleted']), 'checkpoint')} of {facts['run']}"
             confirm("prune", what, as_json, lambda: _render_prune(facts), has_dry_run=True)
-    answer(work(dry_run=dry_run), as_json, _render_prune)
+    output.answer(work(dry_run=dry_run), as_json, _render_prune)
 
 
 def delete(
@@ -167,8 +161,8 @@ def delete(
     run: RunArgument,
     dry_run: DryRun = False,
     yes: Yes = False,
-    root: RootOption = None,
-    as_json: AsJson = False,
+    root: output.RootOption = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """Delete a run that has ended, with its folder and all its checkpoints.
 
@@ -186,7 +180,7 @@ def delete(
     facts = delete_run(paths, dry_run=dry_run)
     if not dry_run:
         forget(facts["uid"])
-    answer(facts, as_json, _render_delete)
+    output.answer(facts, as_json, _render_delete)
 
 
 def verify(
@@ -198,8 +192,8 @@ def verify(
             autocompletion=complete_checkpoint,
         ),
     ],
-    root: RootOption = None,
-    as_json: AsJson = False,
+    root: output.RootOption = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """Read every byte of a checkpoint and compare it with the manifest.
 
@@ -212,8 +206,8 @@ def verify(
     try:
         verification.record(directory, facts, by=user_name())
     except (OSError, ForeignFileError) as error:
-        warn(f"holdfast: the result could not be recorded in the run's journal: {error}")
-    answer(facts, as_json, _render_verify)
+        output.warn(f"holdfast: the result could not be recorded in the run's journal: {error}")
+    output.answer(facts, as_json, _render_verify)
     if not facts["ok"]:
         raise typer.Exit(1)
 
@@ -226,7 +220,7 @@ def export(
             "--to", help="The format. torch and safetensors write a file, others a folder."
         ),
     ],
-    output: Annotated[
+    destination: Annotated[
         Path | None,
         typer.Option(
             "--output",
@@ -260,8 +254,8 @@ def export(
     dtype: Annotated[
         Dtype | None, typer.Option("--dtype", help="Convert floating-point tensors to this type.")
     ] = None,
-    root: RootOption = None,
-    as_json: AsJson = False,
+    root: output.RootOption = None,
+    as_json: output.AsJson = False,
 ) -> None:
     """Write a checkpoint as torch, safetensors, Hugging Face or plain DCP files.
 
@@ -272,11 +266,11 @@ def export(
         raise typer.BadParameter("--private: acts only with --push; leave it out")
     if push is not None and to is not ExportFormat.HF:
         raise typer.BadParameter(f"--push and --to {to.value}: the Hub gets --to hf")
-    if push is None and output is None:
+    if push is None and destination is None:
         raise typer.BadParameter("--output: expected the file or folder to write, or --push")
     directory = directory_of(checkpoint, root)
     given: dict[str, Any] = {"include": include or (), "rename": rename or (), "dtype": dtype}
-    place = output.expanduser() if output else None
+    place = destination.expanduser() if destination else None
     if push is not None:
         facts = exports.export_to_hub(
             directory, push, place, private=private, writer="cli", **given
@@ -284,7 +278,7 @@ def export(
     else:
         assert place is not None
         facts = exports.export(directory, to, place, writer="cli", **given)
-    answer(facts, as_json, _render_export)
+    output.answer(facts, as_json, _render_export)
 
 
 def directory_of(checkpoint: str, root: str | None) -> Path:
@@ -324,46 +318,47 @@ def _render_prune(facts: dict[str, Any]) -> None:
     marked = [(one, verb) for one in facts["deleted"]] + [(one, "kept") for one in facts["kept"]]
     marked.sort(key=lambda pair: (pair[0]["step"], pair[0]["checkpoint"]))
     rows = [
-        (one["checkpoint"], bytes_text(one["bytes"]), what, one["reason"]) for one, what in marked
+        (one["checkpoint"], output.bytes_text(one["bytes"]), what, one["reason"])
+        for one, what in marked
     ]
-    print_table(("checkpoint", "size", "", "reason"), rows)
-    say(
-        f"{len(facts['deleted'])} {verb} ({bytes_text(facts['bytes_deleted'])}), "
-        f"{len(facts['kept'])} kept ({bytes_text(facts['bytes_kept'])})"
+    output.print_table(("checkpoint", "size", "", "reason"), rows)
+    output.say(
+        f"{len(facts['deleted'])} {verb} ({output.bytes_text(facts['bytes_deleted'])}), "
+        f"{len(facts['kept'])} kept ({output.bytes_text(facts['bytes_kept'])})"
     )
 
 
 def _render_delete(facts: dict[str, Any]) -> None:
     verb = "would be deleted" if facts["dry_run"] else "deleted"
-    say(
+    output.say(
         f"run {facts['run']} {verb}: {facts['directory']}, with "
-        f"{counted(facts['checkpoints'], 'checkpoint')} ({bytes_text(facts['bytes'])})"
+        f"{counted(facts['checkpoints'], 'checkpoint')} ({output.bytes_text(facts['bytes'])})"
     )
     if facts["mirror"]:
-        say(f"  the copies in {facts['mirror']} remain")
+        output.say(f"  the copies in {facts['mirror']} remain")
 
 
 def _render_verify(facts: dict[str, Any]) -> None:
     if facts["ok"]:
-        size = bytes_text(facts["bytes"])
-        say(
+        size = output.bytes_text(facts["bytes"])
+        output.say(
             f"{facts['checkpoint']}: {counted(facts['files'], 'file')}, {size}: matches the "
             f"manifest"
         )
         if facts["copy_of"]:
-            say(f"  a copy of {facts['copy_of']}")
+            output.say(f"  a copy of {facts['copy_of']}")
         if facts["mirror"]:
-            say(f"  also in {facts['mirror']}")
+            output.say(f"  also in {facts['mirror']}")
         return
-    say(f"{facts['checkpoint']}: {word_for(facts['damaged'])}")
+    output.say(f"{facts['checkpoint']}: {word_for(facts['damaged'])}")
     for line in facts["damaged"]:
-        say(f"  {line}")
+        output.say(f"  {line}")
     if facts["checkpoint"] != facts["path"]:
-        say(f"  in {facts['path']}")
+        output.say(f"  in {facts['path']}")
 
 
 def _render_export(facts: dict[str, Any]) -> None:
-    say(
+    output.say(
         f"{facts['checkpoint']} → {facts['path']}: {counted(facts['tensors'], 'tensor')}, "
-        f"{bytes_text(facts['bytes'])} ({facts['format']})"
+        f"{output.bytes_text(facts['bytes'])} ({facts['format']})"
     )

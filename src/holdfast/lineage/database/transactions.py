@@ -11,13 +11,7 @@ from pathlib import Path
 from sqlalchemy import URL, Connection, Engine
 
 from holdfast.contracts.errors import DamagedIndexError, LineageError
-from holdfast.lineage.database import heal, schema, sqlite_file
-from holdfast.lineage.database.engine import (
-    WRITES,
-    make_engine,
-    parse_url,
-    translate_errors,
-)
+from holdfast.lineage.database import engine, heal, schema, sqlite_file
 from holdfast.lineage.database.limits import ORDINARY, DatabaseLimits
 
 
@@ -79,7 +73,7 @@ class Database:
     def writing(self) -> Iterator[Connection]:
         """Yield a connection in a transaction that may write. SQLite allows one at a time."""
         with self._guarded(), self.engine.connect() as connection:
-            connection = connection.execution_options(**{WRITES: True})
+            connection = connection.execution_options(**{engine.WRITES: True})
             with connection.begin():
                 if self.is_postgresql:
                     from holdfast.lineage.database.postgres import allow_long_statements
@@ -90,7 +84,7 @@ class Database:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         try:
-            with translate_errors(self.engine.url):
+            with engine.translate_errors(self.engine.url):
                 yield
         except DamagedIndexError:
             self.is_damaged = True
@@ -116,14 +110,14 @@ def open_database(url: str | None = None, limits: DatabaseLimits = ORDINARY) -> 
     newer schema is used if it declares itself compatible with this version. Raises `LineageError`
     if the database cannot be reached or its schema cannot be used.
     """
-    parsed = parse_url(url)
+    parsed = engine.parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         _make_usable(parsed, url)
     else:
         problem = schema.problem_of(parsed, schema.revision_of(parsed))
         if problem:
             raise LineageError(problem)
-    return Database(make_engine(parsed, limits))
+    return Database(engine.make_engine(parsed, limits))
 
 
 def _make_usable(parsed: URL, url: str | None) -> None:

@@ -14,22 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from openlineage.client.event_v2 import (
-    InputDataset,
-    Job,
-    OutputDataset,
-    Run,
-    RunEvent,
-    RunState,
-)
-from openlineage.client.facet_v2 import (
-    dataset_version_dataset,
-    error_message_run,
-    job_type_job,
-    nominal_time_run,
-    parent_run,
-    processing_engine_run,
-)
+from openlineage.client import event_v2, facet_v2
 from openlineage.client.serde import Serde
 
 from holdfast.contracts.errors import NotFoundError
@@ -42,18 +27,18 @@ from holdfast.lineage.queries import pages, reports, run_queries, views
 NAMESPACE: Final = "holdfast"
 PRODUCER: Final = f"holdfast/{holdfast_version()}"
 FILES: Final = "file"
-_JOB_TYPE: Final = job_type_job.JobTypeJobFacet(
+_JOB_TYPE: Final = facet_v2.job_type_job.JobTypeJobFacet(
     processingType="BATCH", integration="HOLDFAST", jobType="TRAINING"
 )
-_ENDINGS: Final[Mapping[str, RunState]] = {
-    AttemptState.COMPLETED: RunState.COMPLETE,
-    AttemptState.PREEMPTED: RunState.ABORT,
-    AttemptState.TIMED_OUT: RunState.ABORT,
-    AttemptState.CANCELLED: RunState.ABORT,
-    AttemptState.FAILED: RunState.FAIL,
-    AttemptState.HUNG: RunState.FAIL,
-    AttemptState.NODE_FAILED: RunState.FAIL,
-    AttemptState.LOST: RunState.FAIL,
+_ENDINGS: Final[Mapping[str, event_v2.RunState]] = {
+    AttemptState.COMPLETED: event_v2.RunState.COMPLETE,
+    AttemptState.PREEMPTED: event_v2.RunState.ABORT,
+    AttemptState.TIMED_OUT: event_v2.RunState.ABORT,
+    AttemptState.CANCELLED: event_v2.RunState.ABORT,
+    AttemptState.FAILED: event_v2.RunState.FAIL,
+    AttemptState.HUNG: event_v2.RunState.FAIL,
+    AttemptState.NODE_FAILED: event_v2.RunState.FAIL,
+    AttemptState.LOST: event_v2.RunState.FAIL,
 }
 
 
@@ -93,7 +78,9 @@ def openlineage_events(
         inputs = [_input(attempt["resumed_from"], known)] if attempt["resumed_from"] else []
         facets = _facets(run, attempt)
         if started_at:
-            events.append(_event(run, attempt, RunState.START, started_at, facets, inputs, []))
+            events.append(
+                _event(run, attempt, event_v2.RunState.START, started_at, facets, inputs, [])
+            )
         ending = _ENDINGS.get(attempt["state"])
         if ending and ended:
             outputs = [_output(one) for one in written[attempt["number"]]]
@@ -107,18 +94,18 @@ def openlineage_events(
 def _event(
     run: views.RunView,
     attempt: views.AttemptView,
-    state: RunState,
+    state: event_v2.RunState,
     at: str,
     facets: dict[str, Any],
-    inputs: list[InputDataset],
-    outputs: list[OutputDataset],
-) -> RunEvent:
-    return RunEvent(
+    inputs: list[event_v2.InputDataset],
+    outputs: list[event_v2.OutputDataset],
+) -> event_v2.RunEvent:
+    return event_v2.RunEvent(
         eventTime=at,
         eventType=state,
         producer=PRODUCER,
-        run=Run(runId=_attempt_id(run["uid"], attempt["number"]), facets=facets),
-        job=Job(namespace=NAMESPACE, name=run["run"], facets={"jobType": _JOB_TYPE}),
+        run=event_v2.Run(runId=_attempt_id(run["uid"], attempt["number"]), facets=facets),
+        job=event_v2.Job(namespace=NAMESPACE, name=run["run"], facets={"jobType": _JOB_TYPE}),
         inputs=inputs,
         outputs=outputs,
     )
@@ -127,16 +114,16 @@ def _event(
 def _facets(run: views.RunView, attempt: views.AttemptView) -> dict[str, Any]:
     started_at = _start_of(attempt)
     facets: dict[str, Any] = {
-        "parent": parent_run.ParentRunFacet(
-            run=parent_run.Run(runId=str(uuid.UUID(hex=run["uid"]))),
-            job=parent_run.Job(namespace=NAMESPACE, name=run["name"]),
+        "parent": facet_v2.parent_run.ParentRunFacet(
+            run=facet_v2.parent_run.Run(runId=str(uuid.UUID(hex=run["uid"]))),
+            job=facet_v2.parent_run.Job(namespace=NAMESPACE, name=run["name"]),
         ),
-        "processing_engine": processing_engine_run.ProcessingEngineRunFacet(
+        "processing_engine": facet_v2.processing_engine_run.ProcessingEngineRunFacet(
             version=holdfast_version(), name="holdfast"
         ),
     }
     if started_at:
-        facets["nominalTime"] = nominal_time_run.NominalTimeRunFacet(
+        facets["nominalTime"] = facet_v2.nominal_time_run.NominalTimeRunFacet(
             nominalStartTime=started_at, nominalEndTime=_time(attempt["ended_at"])
         )
     return facets
@@ -151,30 +138,32 @@ def _time(moment: str | None) -> str | None:
     return None if unix_time(moment) is None else moment
 
 
-def _error(attempt: views.AttemptView) -> error_message_run.ErrorMessageRunFacet:
-    return error_message_run.ErrorMessageRunFacet(
+def _error(attempt: views.AttemptView) -> facet_v2.error_message_run.ErrorMessageRunFacet:
+    return facet_v2.error_message_run.ErrorMessageRunFacet(
         message=attempt["reason"] or f"{attempt['state']}: {attempt['cause']}",
         programmingLanguage="python",
         stackTrace=attempt["traceback"],
     )
 
 
-def _input(identity: str, known: Mapping[str, tuple[str, str | None]]) -> InputDataset:
+def _input(identity: str, known: Mapping[str, tuple[str, str | None]]) -> event_v2.InputDataset:
     """Return the dataset of a checkpoint; one that is not in the index has its id as name."""
     if identity not in known:
-        return InputDataset(namespace=NAMESPACE, name=identity)
+        return event_v2.InputDataset(namespace=NAMESPACE, name=identity)
     path, checksum = known[identity]
-    return InputDataset(namespace=FILES, name=path, facets=_version(checksum))
+    return event_v2.InputDataset(namespace=FILES, name=path, facets=_version(checksum))
 
 
-def _output(one: views.CheckpointView) -> OutputDataset:
-    return OutputDataset(namespace=FILES, name=one["path"], facets=_version(one["checksum"]))
+def _output(one: views.CheckpointView) -> event_v2.OutputDataset:
+    return event_v2.OutputDataset(
+        namespace=FILES, name=one["path"], facets=_version(one["checksum"])
+    )
 
 
 def _version(checksum: str | None) -> dict[str, Any]:
     if not checksum:
         return {}
-    facet = dataset_version_dataset.DatasetVersionDatasetFacet(datasetVersion=checksum)
+    facet = facet_v2.dataset_version_dataset.DatasetVersionDatasetFacet(datasetVersion=checksum)
     return {"version": facet}
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from holdfast.contracts import errors
 from holdfast.contracts.disk import filesystems, leases
 from holdfast.contracts.disk.damage import Problems, describe_problems, find_problems, share_of
 from holdfast.contracts.disk.journal import Event, EventKind
@@ -26,13 +27,6 @@ from holdfast.contracts.disk.manifest import Manifest
 from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.disk.paths import MANIFEST, checkpoint_id
 from holdfast.contracts.disk.reading import read_again
-from holdfast.contracts.errors import (
-    AgreementError,
-    CheckpointError,
-    DamagedCheckpointError,
-    HoldfastError,
-    KeyMismatchError,
-)
 from holdfast.contracts.node.reporting import report
 from holdfast.contracts.records.history import load_events
 from holdfast.trainer.data.order import SkipWindow, joined, parse_skips
@@ -168,7 +162,7 @@ class SharedWork:
             result: T = self._meet(leader)
         except Exception as error:
             # The leader's thread may wait for an answer.
-            self._answers.put(HoldfastError(f"the ranks no longer work together: {error}"))
+            self._answers.put(errors.HoldfastError(f"the ranks no longer work together: {error}"))
             raise
         return result
 
@@ -224,18 +218,20 @@ class SharedWork:
         )
         if not is_leading:
             return
-        errors = [error for _, error in outcomes]
-        damage = [e if e and e[0] == DamagedCheckpointError.__name__ else None for e in errors]
+        failed = [error for _, error in outcomes]
+        damage = [
+            e if e and e[0] == errors.DamagedCheckpointError.__name__ else None for e in failed
+        ]
         _, error = collective.attempt(
-            lambda: collective.raise_first(part.error, damage if any(damage) else errors)
+            lambda: collective.raise_first(part.error, damage if any(damage) else failed)
         )
         self._answers.put(error or [value for value, _ in outcomes])
 
-    def _stalled(self, lines: list[_Line]) -> AgreementError:
+    def _stalled(self, lines: list[_Line]) -> errors.AgreementError:
         """Return the error for work that does not progress. It names the ranks."""
         # Between two parts, all wait for the decision of rank 0.
         waiting = [str(rank) for rank, one in enumerate(lines) if not one.is_done] or ["0"]
-        return AgreementError(
+        return errors.AgreementError(
             f"ranks that prepare the resume have read nothing for {self._stalled_s:.0f} s: "
             f"{', '.join(waiting)}; expected progress. The storage or the mirror may hang: look at "
             "these ranks' stacks and at the logs of their nodes, then start again"
@@ -390,7 +386,7 @@ def resume(
                 recorder.flush()
             try:
                 found, restored, notes = _restore(choice, load, begins_at)
-            except DamagedCheckpointError as error:
+            except errors.DamagedCheckpointError as error:
                 if choice.directory is None:
                     raise
                 passed[choice.directory] = f"damaged: {'; '.join(error.damaged) or error}"
@@ -399,7 +395,7 @@ def resume(
             load_s = round(time.monotonic() - began, 6)
             _report(context, found, restored, choice.skipped, notes, load_s, recorder)
         return found
-    raise DamagedCheckpointError(
+    raise errors.DamagedCheckpointError(
         f"{context.run.directory}: all checkpoints that were read are damaged ({len(passed)}); "
         "check the storage with `holdfast verify`",
         damaged=[f"{Path(path).name}: {problem}" for path, problem in passed.items()],
@@ -444,7 +440,7 @@ def load_tensors(
     Raises `CheckpointError` if another framework wrote it.
     """
     if framework := document.get(FRAMEWORK):
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{directory}: {framework} wrote this checkpoint, in its own files, and this "
             f"program uses Session. Use the session of {framework}, or begin another run"
         )
@@ -470,7 +466,7 @@ def load_opened(
                 knows_names=False,
             )
             break
-        except KeyMismatchError as error:
+        except errors.KeyMismatchError as error:
             if not state.leaves_out(error, document):
                 raise
     return ranks.gather(lambda: state.apply(target, document)), report.notes()
@@ -565,7 +561,7 @@ def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) 
             continue
         try:
             document = read_train_state(choice.directory, choice.manifest)
-        except DamagedCheckpointError as error:
+        except errors.DamagedCheckpointError as error:
             passed[str(choice.directory)] = f"damaged: {'; '.join(error.damaged)}"
             continue
         name = checkpoint_id(choice.manifest.run, choice.manifest.name)
@@ -574,7 +570,7 @@ def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) 
         directory = str(choice.directory)
         return _Choice(directory, choice.manifest, name, choice.skipped, skips, document)
     if read_before:
-        raise DamagedCheckpointError(
+        raise errors.DamagedCheckpointError(
             f"{search.run.directory}: no checkpoint is whole, and the newest was read in part, so "
             f"the state of this process is incomplete. Skipped: {'; '.join(choice.skipped)}. "
             "Restore one from a copy, or fork a checkpoint of another run",

@@ -17,13 +17,7 @@ from typing import Any, Final, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from holdfast.contracts.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    HoldfastError,
-    KeyMismatchError,
-    MirrorError,
-)
+from holdfast.contracts import errors
 from holdfast.contracts.node.rank_status import SAID_VALUE_MAX, RankStatusTable
 from holdfast.trainer.ranks.meeting import Boundary, NodeMeeting
 from holdfast.trainer.ranks.rank_tree import TIMEOUT_S, RankTree
@@ -169,7 +163,7 @@ def _values(boxes: list[tuple[Any, str]], own: Exception | None) -> list[Any]:
         raise own
     for rank, (_, problem) in enumerate(boxes):
         if problem:
-            raise HoldfastError(f"rank {rank} failed: {problem}")
+            raise errors.HoldfastError(f"rank {rank} failed: {problem}")
     return [value for value, _ in boxes]
 
 
@@ -246,8 +240,9 @@ class HierarchicalGroup:
 
 W = TypeVar("W")
 PortableError = tuple[str, str, dict[str, Any]]
-_KINDS: Final[dict[str, Callable[..., CheckpointError]]] = {
-    kind.__name__: kind for kind in (DamagedCheckpointError, KeyMismatchError, MirrorError)
+_KINDS: Final[dict[str, Callable[..., errors.CheckpointError]]] = {
+    kind.__name__: kind
+    for kind in (errors.DamagedCheckpointError, errors.KeyMismatchError, errors.MirrorError)
 }
 
 
@@ -263,15 +258,15 @@ def agree(act: Callable[[], T], tree: RankTree, describe: Callable[[T], W]) -> t
     return cast(T, value), [cast(W, each) for _, each in gathered]
 
 
-def raise_first(error: Exception | None, errors: Sequence[PortableError | None]) -> None:
-    """Raise the first of all ranks' `errors` on every rank. `error` is this rank's own."""
-    rank, first = next(((r, one) for r, one in enumerate(errors) if one is not None), (0, None))
+def raise_first(error: Exception | None, failed: Sequence[PortableError | None]) -> None:
+    """Raise the first error of all ranks, `failed`, on every rank. `error` is this rank's own."""
+    rank, first = next(((r, one) for r, one in enumerate(failed) if one is not None), (0, None))
     if first is None:
         return
     kind, text, details = first
-    if isinstance(error, HoldfastError) and type(error).__name__ == kind:
+    if isinstance(error, errors.HoldfastError) and type(error).__name__ == kind:
         raise error
-    made = _KINDS.get(kind, CheckpointError)
+    made = _KINDS.get(kind, errors.CheckpointError)
     raise made(f"rank {rank}: not loaded: {kind}: {text}", **details) from error
 
 

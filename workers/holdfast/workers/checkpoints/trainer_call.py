@@ -13,13 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from holdfast.contracts import errors
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.errors import (
-    CheckpointError,
-    HoldfastError,
-    PreflightError,
-    SpecError,
-)
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.spec.run_spec import RunSpec
 
@@ -62,9 +57,9 @@ def ask_trainer(
     name = shlex.join(python)
     command = [*python, "-m", f"holdfast.trainer.{module}", *arguments, "--json"]
     try:
-        status, output, errors = _run(command, timeout_s, look)
+        status, output, stderr = _run(command, timeout_s, look)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise PreflightError(
+        raise errors.PreflightError(
             f"{name} could not read the checkpoint ({error}); check that the spec's "
             "launch.wrapper and launch.python run on this machine"
         ) from error
@@ -73,39 +68,39 @@ def ask_trainer(
         found = json.loads(output.strip().rpartition("\n")[2])
         if status in {0, 1} and isinstance(found, dict):
             return found
-    raise _problem(name, status, output, errors.strip())
+    raise _problem(name, status, output, stderr.strip())
 
 
-def _problem(name: str, status: int, output: str, errors: str) -> HoldfastError:
-    """Return why the trainer gave no answer, from its exit status and its errors."""
-    last = errors.rpartition("\n")[2]
+def _problem(name: str, status: int, output: str, stderr: str) -> errors.HoldfastError:
+    """Return why the trainer gave no answer, from its exit status and standard error."""
+    last = stderr.rpartition("\n")[2]
     if last.startswith("holdfast: "):
-        return CheckpointError(last.removeprefix("holdfast: "))
-    if usage := _USAGE.search(errors):
-        return SpecError(plain_line(usage[1]))
+        return errors.CheckpointError(last.removeprefix("holdfast: "))
+    if usage := _USAGE.search(stderr):
+        return errors.SpecError(plain_line(usage[1]))
     if status < 0:
-        return CheckpointError(
+        return errors.CheckpointError(
             f"{name} was ended by signal {-status} ({signal.strsignal(-status)}) before it "
             "answered; a kill often means that the machine lacks memory"
         )
     if last.startswith(_LACKS):
-        return PreflightError(
+        return errors.PreflightError(
             f"{name} cannot read checkpoints: {last}; install Holdfast with the extra `trainer` "
             "there, or use a machine that has the job's environment"
         )
     if status == 0:
-        return CheckpointError(
+        return errors.CheckpointError(
             f"{name} printed no answer, but {output[-SHOWN_CHARACTERS:].strip()!r}; expected one "
             "line of JSON at the end"
         )
-    return CheckpointError(
+    return errors.CheckpointError(
         f"{name} failed with exit status {status}: {last or 'it printed no error'}; if the "
         "checkpoint verifies, report the error"
     )
 
 
 def _run(command: list[str], timeout_s: float, look: Callable[[], object]) -> tuple[int, str, str]:
-    """Return a command's exit status, output and errors; end the command if `look` raises."""
+    """Return a command's exit status and its two outputs; end the command if `look` raises."""
     give_up = time.monotonic() + timeout_s
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -121,8 +116,8 @@ def _run(command: list[str], timeout_s: float, look: Callable[[], object]) -> tu
         try:
             while True:
                 try:
-                    output, errors = process.communicate(timeout=LOOK_S)
-                    return process.returncode, output, errors
+                    output, stderr = process.communicate(timeout=LOOK_S)
+                    return process.returncode, output, stderr
                 except subprocess.TimeoutExpired:
                     if time.monotonic() >= give_up:
                         raise subprocess.TimeoutExpired(command[:3], timeout_s) from None
