@@ -29,7 +29,7 @@ from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.manifest import newest_committed
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.records.attempt import Claim, read_document
+from holdfast.contracts.records.documents import Claim, read_document
 from holdfast.contracts.records.history import load_events
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.runs import operator

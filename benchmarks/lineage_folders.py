@@ -10,7 +10,7 @@ from holdfast.contracts.disk.digests import checksum_of_blocks
 from holdfast.contracts.disk.durable import to_json
 from holdfast.contracts.disk.manifest import FileEntry, Manifest, encode_manifest
 from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths, checkpoint_id
-from holdfast.contracts.records.attempt import RunRecord
+from holdfast.contracts.records.documents import RunRecord
 from holdfast.contracts.spec.run_spec import RunSpec
 
 T0: Final = 1_700_000_000.0

@@ -36,7 +36,7 @@ from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.node.channel import ChannelHost, ChannelMember
-from holdfast.contracts.records.attempt import (
+from holdfast.contracts.records.documents import (
     Claim,
     Request,
     create_document,

@@ -41,7 +41,7 @@ from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import EventKind, JournalWriter, read_journal
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.node.channel import ChannelHost
-from holdfast.contracts.records.attempt import Request, write_document
+from holdfast.contracts.records.documents import Request, write_document
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.lead import Lead

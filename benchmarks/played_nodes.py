@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from holdfast.contracts.node.channel import ChannelMember
 from holdfast.contracts.node.rank_status import Proposal
-from holdfast.contracts.records.attempt import RunRecord
+from holdfast.contracts.records.documents import RunRecord
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.watch.silence import RankStatus

@@ -28,7 +28,7 @@ import psutil
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.manifest import FileEntry, Manifest, encode_manifest
 from holdfast.contracts.disk.paths import MANIFEST, AttemptPaths, CheckpointName, RunPaths
-from holdfast.contracts.records.attempt import Outcome, Request, Submission, read_document
+from holdfast.contracts.records.documents import Outcome, Request, Submission, read_document
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.supervisor.submission import JOURNAL, submit_next
 from holdfast.flows.supervisor.supervise import Supervisor

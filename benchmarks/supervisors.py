@@ -47,7 +47,7 @@ from benchmarks.supervisor_turns import (
 
 from holdfast.contracts.disk.journal import JournalWriter
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.records.attempt import Request, Submission, read_document
+from holdfast.contracts.records.documents import Request, Submission, read_document
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.flows.supervisor.carry import carry

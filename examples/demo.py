@@ -24,7 +24,7 @@ from demo_service import POOL, PrefectService
 
 from holdfast.cli.shared.output import bytes_text, seconds_text
 from holdfast.contracts.disk.paths import RunPaths, default_root, holdfast_home
-from holdfast.contracts.records.attempt import Claim, Request, Submission, read_document
+from holdfast.contracts.records.documents import Claim, Request, Submission, read_document
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.states import Cause

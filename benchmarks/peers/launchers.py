@@ -16,7 +16,7 @@ from typing import Any, Final
 import psutil
 
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.records.attempt import Claim, read_document
+from holdfast.contracts.records.documents import Claim, read_document
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.runs.run_folders import create_run
 

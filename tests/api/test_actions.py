@@ -15,7 +15,7 @@ from tests.api.conftest import Served, wait_for
 from holdfast.contracts.disk.durable import write_bytes
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import MANIFEST
-from holdfast.contracts.records.attempt import StopFile, read_document
+from holdfast.contracts.records.documents import StopFile, read_document
 from holdfast.contracts.records.history import load_events, load_history
 
 NEWEST = "gpt:step-00000200.a0003.l01"

@@ -60,7 +60,7 @@ from holdfast.api.routes.checkpoints import FORK_KEYS
 from holdfast.api.sessions import LoginThrottle
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import MANIFEST, RunPaths
-from holdfast.contracts.records.attempt import StopFile, read_document
+from holdfast.contracts.records.documents import StopFile, read_document
 from holdfast.contracts.records.history import load_events, load_history
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause

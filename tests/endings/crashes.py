@@ -17,7 +17,7 @@ import psutil
 from tests.endings.endings import Crash
 from tests.endings.records import TAIL_CHARACTERS
 
-from holdfast.contracts.records.attempt import write_document
+from holdfast.contracts.records.documents import write_document
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.node import CrashReport

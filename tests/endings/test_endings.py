@@ -12,7 +12,7 @@ from tests.endings.endings import CRASHES, EVERY, JOBS, Crash, JobEnding
 from tests.endings.records import CHECKOUT, FOLDER, read_record, recorded_names
 from tests.endings.variants import MISSED, VARIANTS, VARIANTS_FOLDER
 
-from holdfast.contracts.records.attempt import Outcome, StopFile
+from holdfast.contracts.records.documents import Outcome, StopFile
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.node import CrashReport
 from holdfast.workers.decisions.causes import Ending, RankFailure, classify

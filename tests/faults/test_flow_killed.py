@@ -21,7 +21,7 @@ import pytest
 from tests.faults.shim import Action, Call, Point, Shim, pattern_of
 
 from holdfast.contracts.disk.journal import EventKind
-from holdfast.contracts.records.attempt import Submission, read_claim, read_document
+from holdfast.contracts.records.documents import Submission, read_claim, read_document
 from holdfast.contracts.records.history import RunHistory, load_history
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, RunState

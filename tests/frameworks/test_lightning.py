@@ -45,7 +45,7 @@ from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.contracts.records.attempt import RunRecord, write_document
+from holdfast.contracts.records.documents import RunRecord, write_document
 from holdfast.contracts.states import AttemptState
 from holdfast.trainer import Session
 from holdfast.trainer.frameworks.lightning import Holdfast

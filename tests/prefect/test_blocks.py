@@ -10,7 +10,7 @@ from examples.demo_service import PrefectService
 from tests.support.flow_runs import FlowRuns, wait_for_end
 
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 
 
 @pytest.mark.more

@@ -14,8 +14,8 @@ from tests.unit import test_consumers as local
 from tests.unit.test_consumers import World, name_of
 
 from holdfast.contracts.errors import ServiceError
-from holdfast.contracts.records.attempt import Claim, read_document
 from holdfast.contracts.records.consumers import ConsumerState
+from holdfast.contracts.records.documents import Claim, read_document
 from holdfast.flows.consumer_flow_run import TAG, parameters_for
 from holdfast.workers.checkpoints import consumers
 from holdfast.workers.decisions import consumers as decisions

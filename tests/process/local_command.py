@@ -19,7 +19,7 @@ from tests.support.flow_runs import SUPERVISION
 from holdfast.cli.main import main
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import list_runs
-from holdfast.contracts.records.attempt import Request, Submission, read_document
+from holdfast.contracts.records.documents import Request, Submission, read_document
 from holdfast.contracts.records.history import load_events
 from holdfast.workers.schedulers import executor_for
 

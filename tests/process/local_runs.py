@@ -16,7 +16,7 @@ from tests.support.forked import RANK_FORKS
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
-from holdfast.contracts.records.attempt import Claim, Outcome, read_document
+from holdfast.contracts.records.documents import Claim, Outcome, read_document
 from holdfast.contracts.records.history import AttemptView, RunHistory, load_events
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.nodes.heartbeats import NodeBeat, newest_step, read_heartbeats

@@ -17,7 +17,7 @@ from tests.support.agent_ranks import ranks_of, waiting_ranks
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.manifest import newest_committed
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.records.attempt import StopFile, write_document
+from holdfast.contracts.records.documents import StopFile, write_document
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.workers.decisions.policy import decide
 from holdfast.workers.runs import operator

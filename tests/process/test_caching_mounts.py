@@ -31,7 +31,7 @@ from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import PreflightError
-from holdfast.contracts.records.attempt import Claim, create_document, read_claim, read_documents
+from holdfast.contracts.records.documents import Claim, create_document, read_claim, read_documents
 from holdfast.contracts.records.history import load_events
 from holdfast.trainer.flusher.commit import PeerState, commit_alone, commit_together
 from holdfast.trainer.flusher.salvage import SalvagePlace, agree

@@ -20,7 +20,7 @@ from tests.support.clocks import Clock, build_library
 
 from holdfast.contracts.disk.journal import EventKind, read_journal
 from holdfast.contracts.disk.paths import AttemptPaths
-from holdfast.contracts.records.attempt import write_document
+from holdfast.contracts.records.documents import write_document
 from holdfast.contracts.records.history import load_events
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.runs import operator, run_folders

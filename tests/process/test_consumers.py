@@ -11,9 +11,9 @@ from tests.process.local_runs import LocalRun
 from tests.support.forked import RANK_FORKS
 
 from holdfast.contracts.disk.journal import EventKind
-from holdfast.contracts.records.attempt import Claim, read_document
 from holdfast.contracts.records.checkpoint_choice import choose_checkpoint
 from holdfast.contracts.records.consumers import ConsumerState, uses_in
+from holdfast.contracts.records.documents import Claim, read_document
 from holdfast.contracts.records.reported import reported_metrics
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import RunState

@@ -25,7 +25,7 @@ from tests.support.played_nodes import PlayedJob
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.node.channel import CALL_TIMEOUT_S
-from holdfast.contracts.records.attempt import Term, read_document
+from holdfast.contracts.records.documents import Term, read_document
 from holdfast.contracts.states import AttemptState
 
 pytestmark = [pytest.mark.more, pytest.mark.root, pytest.mark.timeout(600)]

@@ -22,7 +22,7 @@ from tests.process.test_lost_nodes import (
 from tests.support.played_nodes import PlayedJob
 
 from holdfast.contracts.disk.journal import EventKind
-from holdfast.contracts.records.attempt import Submission, write_document
+from holdfast.contracts.records.documents import Submission, write_document
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.agent.lead import JOIN_WAIT_S
 from holdfast.workers.runs.tending import tell_drained_nodes

@@ -17,7 +17,7 @@ from tests.support.storage import small_storage
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.errors import HoldfastError, SpecError
-from holdfast.contracts.records.attempt import Outcome, read_document
+from holdfast.contracts.records.documents import Outcome, read_document
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.flows.supervisor.submission import submit_next

@@ -15,7 +15,7 @@ from tests.process.local_runs import LocalRun, processes_of, wait_until
 
 from holdfast.contracts.account.timeline import spans_of
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
-from holdfast.contracts.records.attempt import Claim, Request, Submission, read_document
+from holdfast.contracts.records.documents import Claim, Request, Submission, read_document
 from holdfast.contracts.records.saving import saves_by_holdfast, trained_in
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.decisions.attempt_costs import measured_costs

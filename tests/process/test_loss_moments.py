@@ -22,7 +22,7 @@ from tests.support.played_nodes import PlayedJob, manifest_at, tensors_at
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.manifest import committed_checkpoints, read_manifest
 from holdfast.contracts.disk.paths import PARTS, CheckpointName
-from holdfast.contracts.records.attempt import Outcome, newest_term
+from holdfast.contracts.records.documents import Outcome, newest_term
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.trainer.flusher.commit import part_name
 

@@ -26,7 +26,7 @@ from tests.support.agent_ranks import committed
 from tests.support.played_nodes import PlayedJob
 
 from holdfast.contracts.disk.journal import EventKind
-from holdfast.contracts.records.attempt import Outcome
+from holdfast.contracts.records.documents import Outcome
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.trainer.ranks.paired_test import LINKS_S
 from holdfast.workers.runs import operator

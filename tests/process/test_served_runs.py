@@ -27,7 +27,7 @@ from holdfast.contracts.disk.filesystems import filesystem_of
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.disk.paths import AttemptPaths
-from holdfast.contracts.records.attempt import Request, Submission
+from holdfast.contracts.records.documents import Request, Submission
 from holdfast.contracts.records.history import AttemptView
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.lineage.database.transactions import open_database

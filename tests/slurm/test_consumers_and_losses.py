@@ -16,8 +16,8 @@ from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.leases import readers
 from holdfast.contracts.disk.manifest import newest_committed
 from holdfast.contracts.disk.paths import MANIFEST
-from holdfast.contracts.records.attempt import Claim, Submission, read_document
 from holdfast.contracts.records.consumers import ConsumerState, Use, uses_in
+from holdfast.contracts.records.documents import Claim, Submission, read_document
 from holdfast.contracts.states import Cause
 from holdfast.workers.checkpoints import deletion
 from holdfast.workers.runs import operator

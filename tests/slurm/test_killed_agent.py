@@ -22,7 +22,7 @@ from tests.web.killed import (
 )
 
 from holdfast.contracts.disk.paths import AttemptPaths
-from holdfast.contracts.records.attempt import Claim, read_document
+from holdfast.contracts.records.documents import Claim, read_document
 
 ON_SLURM = {"executor": "slurm", "gpus_per_node": 1, "partition": "spot"}
 

@@ -14,7 +14,7 @@ import pytest
 from slurm_cluster import SlurmCluster
 from tests.process.local_runs import LocalRun, wait_until
 
-from holdfast.contracts.records.attempt import read_claim
+from holdfast.contracts.records.documents import read_claim
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.flows.supervisor.submission import submit_next

@@ -30,7 +30,7 @@ from tests.support.flow_runs import (
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.records.attempt import Outcome, read_document
+from holdfast.contracts.records.documents import Outcome, read_document
 from holdfast.contracts.records.history import load_events
 
 GRACE_S = 10.0

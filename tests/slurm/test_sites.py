@@ -28,7 +28,7 @@ from holdfast.contracts.errors import (
     SchedulerUnavailableError,
     SubmissionRefusedError,
 )
-from holdfast.contracts.records.attempt import Request, Submission, read_document
+from holdfast.contracts.records.documents import Request, Submission, read_document
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.decisions.policy import decide

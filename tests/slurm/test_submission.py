@@ -24,7 +24,7 @@ from holdfast.cli.main import app
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.manifest import committed_checkpoints
 from holdfast.contracts.errors import PreflightError, SchedulerUnavailableError
-from holdfast.contracts.records.attempt import Submission, read_document
+from holdfast.contracts.records.documents import Submission, read_document
 from holdfast.contracts.records.history import AttemptView
 from holdfast.contracts.records.orders import OrderState, orders_of
 from holdfast.contracts.spec.run_spec import RunSpec

@@ -19,7 +19,7 @@ from tests.support.forked import RANK_FORKS
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.records.attempt import Claim, Request, Submission, read_document
+from holdfast.contracts.records.documents import Claim, Request, Submission, read_document
 from holdfast.contracts.records.history import load_events, load_history
 from holdfast.flows.prefect_events import event_name
 from holdfast.workers.nodes.heartbeats import newest_step, read_heartbeats

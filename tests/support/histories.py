@@ -7,7 +7,7 @@ from typing import Any
 
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.records.attempt import Outcome, RunRecord
+from holdfast.contracts.records.documents import Outcome, RunRecord
 from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from holdfast.contracts.disk.manifest import Manifest, read_manifest
 from holdfast.contracts.disk.paths import AttemptPaths
-from holdfast.contracts.records.attempt import write_document
+from holdfast.contracts.records.documents import write_document
 from holdfast.workers.runs import run_folders
 from holdfast.workers.runs.attempts import reserve
 from holdfast.workers.runs.request import build_request

@@ -13,7 +13,7 @@ from holdfast.contracts.disk.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.manifest import FileEntry, Manifest
 from holdfast.contracts.disk.paths import MANIFEST, AttemptPaths, CheckpointName, RunPaths
-from holdfast.contracts.records.attempt import (
+from holdfast.contracts.records.documents import (
     Claim,
     LaunchRecord,
     Outcome,

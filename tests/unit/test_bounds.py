@@ -20,7 +20,7 @@ from holdfast.contracts.disk.bounds import TIME_MAX
 from holdfast.contracts.disk.journal import problem_with_facts
 from holdfast.contracts.disk.manifest import Manifest, encode_manifest, read_manifest
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.records.attempt import Submission
+from holdfast.contracts.records.documents import Submission
 from holdfast.contracts.spec.part import SpecPart
 
 PACKAGES = ("contracts", "workers")

@@ -25,7 +25,7 @@ from holdfast.contracts.disk.leases import reading
 from holdfast.contracts.disk.manifest import FileEntry, Manifest, read_manifest
 from holdfast.contracts.disk.mirrors import MirrorRecord, write_record
 from holdfast.contracts.disk.paths import MANIFEST, AttemptPaths, CheckpointName, RunPaths
-from holdfast.contracts.records.attempt import Claim, Outcome, Submission, write_document
+from holdfast.contracts.records.documents import Claim, Outcome, Submission, write_document
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause

@@ -16,7 +16,7 @@ from holdfast.cli.shared.index import locate_run
 from holdfast.contracts.disk import reading
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.records import attempt as documents
+from holdfast.contracts.records import documents
 from holdfast.lineage.database.transactions import open_database
 from holdfast.lineage.ingest.run_ingest import ingest_run
 

@@ -16,7 +16,12 @@ import pytest
 from holdfast.contracts.disk import durable
 from holdfast.contracts.disk.durable import create_bytes, make_directory, to_json, write_bytes
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.records.attempt import Claim, create_document, read_document, write_document
+from holdfast.contracts.records.documents import (
+    Claim,
+    create_document,
+    read_document,
+    write_document,
+)
 
 JOIN_S = 60.0
 FORK = multiprocessing.get_context("fork")

@@ -10,7 +10,7 @@ import pytest
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.records.attempt import (
+from holdfast.contracts.records.documents import (
     Claim,
     Outcome,
     Request,

@@ -11,7 +11,7 @@ from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.records.alerts import noticed
-from holdfast.contracts.records.attempt import DrainedNodes, write_document
+from holdfast.contracts.records.documents import DrainedNodes, write_document
 from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.stops.sources import StopWatch
 from holdfast.workers.decisions.drained_nodes import DrainPlan, may_leave, plan_departure

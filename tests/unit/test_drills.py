@@ -21,7 +21,7 @@ from tests.support.runs import DIGEST, RunFolder, build_sample_runs
 from holdfast.contracts.account.goodput import account
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.errors import ServiceError, SpecError
-from holdfast.contracts.records.attempt import Claim, Submission, write_document
+from holdfast.contracts.records.documents import Claim, Submission, write_document
 from holdfast.contracts.records.history import load_events, load_history
 from holdfast.contracts.records.tally import LaunchSpan, Span
 from holdfast.contracts.spec.run_spec import RunSpec

@@ -14,7 +14,7 @@ from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.manifest import FileEntry, Manifest
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.records.attempt import RunRecord, write_document
+from holdfast.contracts.records.documents import RunRecord, write_document
 from holdfast.trainer.loading.resume import choose
 
 

@@ -13,7 +13,7 @@ from tests.support.histories import record_of, spec_of
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.records.attempt import create_document
+from holdfast.contracts.records.documents import create_document
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.stops.sources import FORECAST_POLL_S, LIMIT_POLL_S, FlushLog, StopWatch

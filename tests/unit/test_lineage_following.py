@@ -19,7 +19,7 @@ from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import MANIFEST
 from holdfast.contracts.records import history_cache
-from holdfast.contracts.records.attempt import Outcome, read_document, write_document
+from holdfast.contracts.records.documents import Outcome, read_document, write_document
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.lineage.database.transactions import Database, open_database
 from holdfast.lineage.index import Index

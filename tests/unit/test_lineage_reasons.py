@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.contracts.disk.paths import CheckpointName
-from holdfast.contracts.records.attempt import RunRecord
+from holdfast.contracts.records.documents import RunRecord
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.lineage.ingest.clean import clean
 from holdfast.lineage.ingest.reasons import explain

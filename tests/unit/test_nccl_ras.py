@@ -26,7 +26,7 @@ from tests.support.ras_answers import PlayedRank, in_json, in_text
 from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter, read_journal
-from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.contracts.records.documents import Request, read_document
 from holdfast.workers.agent.watch import nccl_ras
 from holdfast.workers.agent.watch.hangs import HangWatch
 from holdfast.workers.agent.watch.nccl_ras import (

@@ -25,7 +25,7 @@ from holdfast.contracts.errors import (
     SchedulerUnavailableError,
     SpecError,
 )
-from holdfast.contracts.records.attempt import Request, StopFile, Submission, read_document
+from holdfast.contracts.records.documents import Request, StopFile, Submission, read_document
 from holdfast.contracts.records.history import load_history, pinned_checkpoints
 from holdfast.contracts.records.orders import OrderState, open_orders, orders_of
 from holdfast.contracts.states import AttemptState, Cause, RunState

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.contracts.records.attempt import Provenance
+from holdfast.contracts.records.documents import Provenance
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.runs.provenance import take_provenance
 from holdfast.workers.runs.run_folders import create_run

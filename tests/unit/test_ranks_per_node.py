@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.histories import attempt_of, history_of, record_of, spec_of
 
 from holdfast.contracts.account.timeline import spans_of
-from holdfast.contracts.records.attempt import Request
+from holdfast.contracts.records.documents import Request
 from holdfast.contracts.spec.resources import NodeShare, share_of
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause

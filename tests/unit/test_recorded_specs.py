@@ -19,7 +19,7 @@ from holdfast.cli.main import app
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import RunConflictError, SpecError, SubmissionRefusedError
-from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.contracts.records.documents import Request, read_document
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, RunState

@@ -32,7 +32,7 @@ from holdfast.contracts.errors import (
     SpecError,
 )
 from holdfast.contracts.records import orders
-from holdfast.contracts.records.attempt import Outcome, write_document
+from holdfast.contracts.records.documents import Outcome, write_document
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.flows.start import Started
 from holdfast.workers import schedulers

@@ -15,7 +15,7 @@ from tests.support.histories import NOW, attempt_of, history_of, record_of, spec
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import SchedulerUnavailableError, SubmissionRefusedError
-from holdfast.contracts.records.attempt import Outcome, Submission, SubmissionTry, write_document
+from holdfast.contracts.records.documents import Outcome, Submission, SubmissionTry, write_document
 from holdfast.contracts.records.history import RunHistory, load_history
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.states import AttemptState, Cause

@@ -24,7 +24,7 @@ from holdfast.contracts.errors import (
     SchedulerUnavailableError,
     SubmissionRefusedError,
 )
-from holdfast.contracts.records.attempt import Request, Submission
+from holdfast.contracts.records.documents import Request, Submission
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.runs import preflight
 from holdfast.workers.runs.request import build_request

@@ -11,7 +11,7 @@ from tests.unit.test_cli import ended_run
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
-from holdfast.contracts.records.attempt import write_document
+from holdfast.contracts.records.documents import write_document
 from holdfast.contracts.records.history import load_events
 from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.launch import warm_standby

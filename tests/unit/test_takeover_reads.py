@@ -15,7 +15,7 @@ from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk import reading
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
-from holdfast.contracts.records.attempt import read_terms
+from holdfast.contracts.records.documents import read_terms
 from holdfast.workers.agent import leading, member, succession
 from holdfast.workers.agent.context import AgentContext, NodePlace, load_context
 from holdfast.workers.agent.losses import events_of_leads, gone_numbers, launches_before

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.contracts.disk.journal import Event, EventKind
-from holdfast.contracts.records.attempt import Outcome, StopFile
+from holdfast.contracts.records.documents import Outcome, StopFile
 from holdfast.contracts.records.history import stopped_for_numerics
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.lead import Ended

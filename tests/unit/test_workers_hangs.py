@@ -16,7 +16,7 @@ from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.records.alerts import noticed
-from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.contracts.records.documents import Request, read_document
 from holdfast.contracts.spec.sections import Health, Slowdown
 from holdfast.flows.supervisor.deliveries import topic_of
 from holdfast.workers.agent.watch import hangs

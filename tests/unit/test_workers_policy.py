@@ -9,7 +9,7 @@ import pytest
 from tests.support.histories import NOW, attempt_of, growing, history_of, spec_of
 
 from holdfast.contracts.disk.journal import Event, EventKind
-from holdfast.contracts.records.attempt import LaunchRecord, SubmissionTry
+from holdfast.contracts.records.documents import LaunchRecord, SubmissionTry
 from holdfast.contracts.records.history import AttemptView
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.decisions.causes import RankFailure, classify_crash, hung_ending

@@ -12,7 +12,7 @@ import pytest
 from tests.support.histories import record_of, spec_of
 
 from holdfast.contracts.disk.digests import command_digest
-from holdfast.contracts.records.attempt import Request
+from holdfast.contracts.records.documents import Request
 from holdfast.workers.agent.launch.command import build_command, build_environment
 from holdfast.workers.runs.request import LOCAL_TIMEOUT_MIN, build_request
 

@@ -12,7 +12,7 @@ from tests.support.histories import record_of, spec_of
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.errors import SchedulerUnavailableError
-from holdfast.contracts.records.attempt import Request, Submission, read_document
+from holdfast.contracts.records.documents import Request, Submission, read_document
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import schedulers

@@ -24,7 +24,7 @@ from holdfast.contracts.errors import (
     SchedulerUnavailableError,
     SpecError,
 )
-from holdfast.contracts.records.attempt import (
+from holdfast.contracts.records.documents import (
     Outcome,
     RunRecord,
     StopFile,

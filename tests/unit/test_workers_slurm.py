@@ -15,7 +15,7 @@ from tests.support.histories import record_of, spec_of
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.node import clocks
-from holdfast.contracts.records.attempt import Request, Submission
+from holdfast.contracts.records.documents import Request, Submission
 from holdfast.contracts.spec.resources import Resources, gpus_of
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.agent.stops.sources import slurm_lead_s

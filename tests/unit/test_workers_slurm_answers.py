@@ -16,7 +16,7 @@ import pytest
 from tests.support.runs import T0, RunFolder
 
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
-from holdfast.contracts.records.attempt import Outcome, write_document
+from holdfast.contracts.records.documents import Outcome, write_document
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.runs.endings import JOB_ENDS_S, observe
 from holdfast.workers.schedulers import slurm_client

@@ -20,7 +20,7 @@ from holdfast.contracts.errors import (
     SchedulerUnavailableError,
     SubmissionRefusedError,
 )
-from holdfast.contracts.records.attempt import (
+from holdfast.contracts.records.documents import (
     AttemptDocuments,
     Claim,
     Outcome,

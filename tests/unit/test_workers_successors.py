@@ -14,7 +14,7 @@ from tests.support.runs import RunFolder
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, SuccessorPaths, folder_of
 from holdfast.contracts.errors import SchedulerUnavailableError, SubmissionRefusedError
-from holdfast.contracts.records.attempt import Request, Submission, SubmissionTry, read_document
+from holdfast.contracts.records.documents import Request, Submission, SubmissionTry, read_document
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import schedulers

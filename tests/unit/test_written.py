@@ -17,7 +17,7 @@ from tests.support.histories import record_of, spec_of
 from holdfast import trainer
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.errors import RunConflictError, SpecError
-from holdfast.contracts.records.attempt import Request, RunRecord
+from holdfast.contracts.records.documents import Request, RunRecord
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.spec.part import RECORDED
 from holdfast.contracts.spec.run_spec import RunSpec

@@ -13,7 +13,7 @@ from tests.process.local_command import Local
 from tests.web import testbed
 
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.records.attempt import Claim, read_document
+from holdfast.contracts.records.documents import Claim, read_document
 from holdfast.workers.nodes.heartbeats import read_heartbeats
 
 # The promise of docs/page.md.

@@ -24,7 +24,7 @@ from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.manifest import FileEntry
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths
-from holdfast.contracts.records.attempt import Submission, write_document
+from holdfast.contracts.records.documents import Submission, write_document
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.supervisor.flow_lock import FlowLock
 from holdfast.workers.nodes.heartbeats import HeartbeatWriter, NodeBeat, RankBeat

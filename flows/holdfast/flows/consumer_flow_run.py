@@ -23,8 +23,8 @@ from prefect.states import Cancelling
 from holdfast.contracts.disk.paths import ConsumerPaths
 from holdfast.contracts.errors import HoldfastError, NotFoundError, ServiceError
 from holdfast.contracts.plain_text import plain_line
-from holdfast.contracts.records.attempt import read_document
 from holdfast.contracts.records.consumers import ConsumerOrder
+from holdfast.contracts.records.documents import read_document
 from holdfast.contracts.records.history import load_identity
 from holdfast.contracts.spec.consumers import OFFERED
 from holdfast.flows.deployments import api_url, newest_flow_run, open_client

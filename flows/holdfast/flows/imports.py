@@ -14,7 +14,7 @@ from typing import Any, Final
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import IMPORTED, RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.errors import NotFoundError, RunConflictError, SpecError
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.states import RunState
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.supervisor.flow_lock import FlowLock

@@ -18,7 +18,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import ServiceError
-from holdfast.contracts.records.attempt import RunRecord
+from holdfast.contracts.records.documents import RunRecord
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.states import Cause
 from holdfast.flows.deployments import open_client

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import NotFoundError, ServiceError
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.spec.run_spec import RunSpec

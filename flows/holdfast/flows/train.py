@@ -30,7 +30,7 @@ from holdfast.contracts import errors
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.environment import PAGE_URL, problem_with_address
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.spec.steps_total import steps_total

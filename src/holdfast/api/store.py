@@ -13,8 +13,8 @@ from holdfast.api.schemas import Page
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import CheckpointName, RunPaths
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.records.checkpoint_choice import choose_checkpoint, is_checkpoint
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.redaction import secrets_of
 from holdfast.contracts.spec.secrets import longest_first, referred_secrets
 from holdfast.contracts.states import RunState

@@ -18,7 +18,7 @@ from holdfast.cli.shared.output import AsJson, RootOption, answer, echo, say, wa
 from holdfast.contracts.disk.paths import RunPaths, checkpoint_id
 from holdfast.contracts.errors import NotFoundError, SchedulerError, SpecError
 from holdfast.contracts.records import checkpoint_choice, saving
-from holdfast.contracts.records.attempt import Request, RunRecord
+from holdfast.contracts.records.documents import Request, RunRecord
 from holdfast.contracts.records.history import load_history, load_identity
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.written import settings_of

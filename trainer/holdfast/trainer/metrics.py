@@ -25,7 +25,7 @@ from holdfast.contracts.disk.paths import folder_of
 from holdfast.contracts.errors import HoldfastError, SpecError
 from holdfast.contracts.node.reporting import report
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.trainer.ranks.rank_context import RankContext
 

@@ -31,7 +31,7 @@ from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.environment import STANDBY_PIPE
 from holdfast.contracts.errors import HoldfastError, ServiceError
 from holdfast.contracts.node.flusher_process import MODULE
-from holdfast.contracts.records.attempt import Outcome, newest_term, read_document, write_document
+from holdfast.contracts.records.documents import Outcome, newest_term, read_document, write_document
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import Cause

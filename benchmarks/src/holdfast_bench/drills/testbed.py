@@ -31,7 +31,7 @@ from holdfast.contracts import environment
 from holdfast.contracts.disk.filesystems import filesystem_of
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError, ServiceError
-from holdfast.contracts.records.attempt import Request, Submission, read_document
+from holdfast.contracts.records.documents import Request, Submission, read_document
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.sections import NumericsAction
 from holdfast.contracts.states import Cause

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.errors import RunFailedError
-from holdfast.contracts.records.attempt import Outcome, read_document
+from holdfast.contracts.records.documents import Outcome, read_document
 from holdfast.contracts.records.history import load_events
 from holdfast.contracts.records.protection import unprotected_in
 from holdfast.contracts.spec.run_spec import RunSpec

@@ -19,7 +19,7 @@ from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.manifest import read_manifest
 from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError, HoldfastError
-from holdfast.contracts.records.attempt import Submission, read_claim, read_document
+from holdfast.contracts.records.documents import Submission, read_claim, read_document
 from holdfast.contracts.records.history import (
     AttemptView,
     RunHistory,

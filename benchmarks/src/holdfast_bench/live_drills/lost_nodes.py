@@ -11,7 +11,7 @@ import psutil
 
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.contracts.records.documents import Request, read_document
 from holdfast.contracts.records.history import load_history
 from holdfast.workers.decisions.drained_nodes import NodePlan, plan_nodes
 from holdfast.workers.nodes.processes import descendants

@@ -20,7 +20,7 @@ from holdfast.contracts.disk.journal import Event, EventKind, read_journal
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.node.flusher_process import MODULE
-from holdfast.contracts.records.attempt import (
+from holdfast.contracts.records.documents import (
     Submission,
     Term,
     newest_term,

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import RunConflictError
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.spec.run_spec import RunSpec

@@ -23,7 +23,7 @@ from holdfast.contracts.disk.bounds import Count, Moment
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.journal import Event
 from holdfast.contracts.errors import HoldfastError, ServiceError
-from holdfast.contracts.records.attempt import Document, read_document, write_document
+from holdfast.contracts.records.documents import Document, read_document, write_document
 from holdfast.contracts.records.history import order_of
 from holdfast.flows.supervisor.flow_lock import FlowLock
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import PreflightError, SecretError, ServiceError
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.redaction import places_of_secrets
 from holdfast.contracts.spec import secrets

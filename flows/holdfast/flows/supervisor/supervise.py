@@ -22,7 +22,7 @@ from holdfast.contracts.disk.filesystems import refresh
 from holdfast.contracts.disk.journal import GROWER, EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.records.attempt import SubmissionTry, read_document
+from holdfast.contracts.records.documents import SubmissionTry, read_document
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.history_cache import HistoryReader, load_tallied
 from holdfast.contracts.records.orders import open_orders

@@ -27,7 +27,7 @@ from holdfast.contracts.errors import ForeignFileError, HoldfastError, NotFoundE
 from holdfast.contracts.node.flight import span_text
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.records.alerts import signal_name
-from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.contracts.records.documents import Request, read_document
 from holdfast.contracts.redaction import redact, redact_text
 from holdfast.lineage.queries.views import AttemptView, RunView, iso
 from holdfast.workers.decisions.causes import RankFailure

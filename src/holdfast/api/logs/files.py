@@ -19,7 +19,7 @@ from holdfast.api.schemas import LogKind, RunLog
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.disk.reading import open_regular
 from holdfast.contracts.errors import ForeignFileError, NotFoundError
-from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.contracts.records.documents import Request, read_document
 
 FILES_MAX: Final = 20_000
 NAME_CHARACTERS_MAX: Final = 200

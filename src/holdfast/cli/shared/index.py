@@ -30,8 +30,8 @@ from holdfast.contracts.disk.paths import (
     plain_checkpoint,
     precedence,
 )
-from holdfast.contracts.records.attempt import RunRecord, read_document
 from holdfast.contracts.records.checkpoint_choice import choose_checkpoint, is_checkpoint
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.records.history import RunHistory, load_history
 from holdfast.contracts.spec.secrets import known_secrets
 

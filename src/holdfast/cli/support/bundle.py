@@ -25,7 +25,7 @@ from holdfast.contracts.disk import reading
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import AttemptPaths, ConsumerPaths, RunPaths
 from holdfast.contracts.disk.rank_logs import rank_logs
-from holdfast.contracts.records.attempt import RunRecord, Submission, read_document
+from holdfast.contracts.records.documents import RunRecord, Submission, read_document
 from holdfast.contracts.records.history import load_events
 from holdfast.contracts.spec.secrets import hide, known_secrets, longest_first, unknown_secrets
 from holdfast.contracts.version import holdfast_version

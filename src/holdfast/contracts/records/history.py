@@ -19,7 +19,7 @@ from holdfast.contracts.disk.journal import AUTOMATIC, Event, EventKind, read_jo
 from holdfast.contracts.disk.journal_follow import KEPT
 from holdfast.contracts.disk.paths import IMPORTED, AttemptPaths, RunPaths
 from holdfast.contracts.errors import NotFoundError, UnreadableRunError, reading_run
-from holdfast.contracts.records.attempt import (
+from holdfast.contracts.records.documents import (
     Claim,
     Outcome,
     Request,

@@ -25,7 +25,7 @@ from holdfast.contracts.disk.journal_follow import JournalPlace, follow
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, has_spec
 from holdfast.contracts.errors import reading_run
 from holdfast.contracts.records import history
-from holdfast.contracts.records.attempt import Request, RunRecord
+from holdfast.contracts.records.documents import Request, RunRecord
 from holdfast.contracts.records.tally import Tally, subject_of, total
 from holdfast.contracts.spec.run_spec import RunSpec
 

@@ -23,7 +23,7 @@ from sqlalchemy import Connection, select
 from holdfast.contracts.account.timeline import KnownAccount
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
-from holdfast.contracts.records.attempt import RunRecord
+from holdfast.contracts.records.documents import RunRecord
 from holdfast.contracts.records.history import Lines
 from holdfast.contracts.records.history_cache import AGAIN_S, load_tallied
 from holdfast.contracts.records.tally import COUNTED

@@ -14,7 +14,7 @@ from holdfast.contracts.disk.paths import CheckpointName, checkpoint_id
 from holdfast.contracts.disk.roots import ensure_root_id
 from holdfast.contracts.records import known_damage, reported
 from holdfast.contracts.records.annotations import NONE, Annotation, fold_annotations
-from holdfast.contracts.records.attempt import Provenance, RunRecord
+from holdfast.contracts.records.documents import Provenance, RunRecord
 from holdfast.contracts.records.history import (
     AttemptView,
     Lines,

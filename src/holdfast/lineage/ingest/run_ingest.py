@@ -23,7 +23,7 @@ from sqlalchemy.exc import DataError, IntegrityError
 from holdfast.contracts import errors
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths, precedence
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.records.history import RunHistory, load_record
 from holdfast.contracts.records.history_cache import HistoryReader, load_tallied
 from holdfast.contracts.spec.secrets import known_secrets

@@ -28,7 +28,7 @@ from holdfast.contracts import environment as names
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import CheckpointError, HoldfastError, PreflightError, SaveError
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.trainer.dcp.record import RECORD, SaveRecord
 from holdfast.trainer.format.metadata import open_checkpoint
 from holdfast.trainer.loading.node import find_home

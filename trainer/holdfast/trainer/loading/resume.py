@@ -24,7 +24,7 @@ from holdfast.contracts.disk.mirrors import Tiers
 from holdfast.contracts.disk.paths import FETCHING, MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 from holdfast.contracts.records import history, known_damage
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.trainer.mirror.transfer import Remote, Retries, newest_remote, open_store
 
 # The choice of the checkpoint from which a run resumes. Rank 0 chooses, without torch.

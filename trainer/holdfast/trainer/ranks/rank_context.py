@@ -30,7 +30,7 @@ from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, given_folder
 from holdfast.contracts.errors import HoldfastError, PreflightError
 from holdfast.contracts.node.rank_status import NOWHERE, Phase, RankRecord, RankStatusTable
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.trainer.process.flusher_supervisor import FlusherSupervisor, wait_for_former
 from holdfast.trainer.process.program import program_digest, program_stem
 from holdfast.trainer.ranks import forks

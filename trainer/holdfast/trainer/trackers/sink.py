@@ -21,7 +21,7 @@ from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.node.reporting import report
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.records.attempt import Document, RunRecord, read_document, write_document
+from holdfast.contracts.records.documents import Document, RunRecord, read_document, write_document
 from holdfast.contracts.records.history import load_events
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.ranks.rank_context import RankContext

@@ -10,14 +10,7 @@ from holdfast.contracts.disk.filesystems import is_there
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.records.attempt import (
-    Claim,
-    Outcome,
-    create_document,
-    is_of,
-    read_claim,
-    read_document,
-)
+from holdfast.contracts.records import documents
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.nodes.processes import name_process
 
@@ -27,11 +20,11 @@ from holdfast.workers.nodes.processes import name_process
 def quarantine_stale_outcome(attempt: AttemptPaths, journal: JournalWriter) -> None:
     """Rename an outcome of another attempt and journal that, so that it is not taken for ours."""
     try:
-        found = read_document(Outcome, attempt.outcome)
+        found = documents.read_document(documents.Outcome, attempt.outcome)
     except HoldfastError:
         # Reading the attempt reports a damaged outcome. It must not be moved.
         return
-    if found is None or is_of(found, attempt.number):
+    if found is None or documents.is_of(found, attempt.number):
         return
     aside = attempt.outcome.with_name(f"outcome.of-{found.attempt:04d}.json")
     attempt.outcome.rename(aside)
@@ -50,7 +43,7 @@ def claim(context: AgentContext, journal: JournalWriter) -> bool:
     """Claim the attempt for this job; if another job has it, journal that and return False."""
     own = name_process(os.getpid())
     assert own is not None
-    document = Claim(
+    document = documents.Claim(
         job_id=context.job_id,
         pid=own.pid,
         process_start_s=own.start_s,
@@ -60,8 +53,10 @@ def claim(context: AgentContext, journal: JournalWriter) -> bool:
     )
     number = context.attempt.number
     quarantine_stale_outcome(context.attempt, journal)
-    if context.attempt.outcome.exists() or not create_document(context.attempt.claim, document):
-        holder = read_claim(context.attempt)
+    if context.attempt.outcome.exists() or not documents.create_document(
+        context.attempt.claim, document
+    ):
+        holder = documents.read_claim(context.attempt)
         who = f"job {holder.job_id} on {holder.host}" if holder else "a job that has ended"
         journal.append(
             EventKind.NOTE,
@@ -81,7 +76,7 @@ def wait_for_claim(context: AgentContext) -> bool:
     give_up = time.monotonic() + CLAIM_WAIT_S
     while time.monotonic() < give_up:
         path = context.attempt.claim
-        holder = read_document(Claim, path) if is_there(path) else None
+        holder = documents.read_document(documents.Claim, path) if is_there(path) else None
         if holder is not None:
             return holder.job_id == context.job_id
         time.sleep(POLL_S)

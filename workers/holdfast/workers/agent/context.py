@@ -13,7 +13,7 @@ from typing import Final
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import AgreementError, NotFoundError
 from holdfast.contracts.node import clocks
-from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.contracts.records.documents import Request, read_document
 from holdfast.workers.agent.launch.loaded_torchrun import LoadedTorchrun
 from holdfast.workers.schedulers import slurm_client, slurm_restarts
 

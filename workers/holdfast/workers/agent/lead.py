@@ -13,7 +13,7 @@ from holdfast.contracts.errors import MissingNodesError
 from holdfast.contracts.node import clocks
 from holdfast.contracts.node.channel import ChannelHost
 from holdfast.contracts.node.rank_status import NOWHERE
-from holdfast.contracts.records.attempt import LaunchRecord, Outcome
+from holdfast.contracts.records.documents import LaunchRecord, Outcome
 from holdfast.contracts.records.history import goes_on_after_numerics, stopped_for_numerics
 from holdfast.contracts.spec.steps_total import steps_total
 from holdfast.contracts.states import Cause

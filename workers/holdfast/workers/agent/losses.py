@@ -10,12 +10,7 @@ from typing import Final
 from holdfast.contracts.disk.journal import Event, EventKind, read_journal
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import HoldfastError, reading_run
-from holdfast.contracts.records.attempt import (
-    LaunchRecord,
-    Term,
-    newest_term,
-    read_document,
-)
+from holdfast.contracts.records import documents
 from holdfast.contracts.records.history import RunHistory, load_identity, read_events
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import Cause
@@ -122,9 +117,9 @@ def events_of_leads(attempt: AttemptPaths) -> list[Event]:
 
     Only leads record launches and lost nodes that others must know of.
     """
-    newest = newest_term(attempt)
+    newest = documents.newest_term(attempt)
     terms = [
-        read_document(Term, attempt.term(number))
+        documents.read_document(documents.Term, attempt.term(number))
         for number in range(2, newest.number + 1 if newest is not None else 0)
     ]
     leads = {0, *(term.node for term in terms if term is not None)}
@@ -132,13 +127,15 @@ def events_of_leads(attempt: AttemptPaths) -> list[Event]:
     return sorted(found, key=lambda event: event.time)
 
 
-def launches_before(events: Iterable[Event], launch: int) -> tuple[list[LaunchRecord], float]:
+def launches_before(
+    events: Iterable[Event], launch: int
+) -> tuple[list[documents.LaunchRecord], float]:
     """Return the records of the launches before `launch`, and when that one started.
 
     `events` are those of the leads.
     """
     begun: dict[int, Event] = {}
-    found: list[LaunchRecord] = []
+    found: list[documents.LaunchRecord] = []
     for event in events:
         number = int(event.data.get("launch") or 0)
         if event.kind is EventKind.LAUNCH_STARTED:
@@ -196,9 +193,9 @@ def gone_numbers(events: Iterable[Event]) -> set[int]:
     return lost | {int(e.data["released"]) for e in events if e.data.get("released")}
 
 
-def _record(event: Event, started_at: float) -> LaunchRecord:
+def _record(event: Event, started_at: float) -> documents.LaunchRecord:
     data = event.data
-    return LaunchRecord(
+    return documents.LaunchRecord(
         number=int(data["launch"]),
         started_at=started_at,
         ended_at=event.time,

@@ -17,7 +17,7 @@ from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.node.agreement import answer_from_status_table
 from holdfast.contracts.node.channel import ChannelMember, DismissedError
 from holdfast.contracts.node.clocks import Timeout
-from holdfast.contracts.records import attempt
+from holdfast.contracts.records import documents
 from holdfast.workers.agent import claim, leading, losses
 from holdfast.workers.agent.context import AgentContext, NodePlace
 from holdfast.workers.agent.node import NodeReport
@@ -38,7 +38,7 @@ SILENCE_MARGIN_S: Final = 300.0
 def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
     """Run the agent of a node other than 0: join, serve, leave. Return a description of the end."""
     if not claim.wait_for_claim(context):
-        holder = attempt.read_claim(context.attempt)
+        holder = documents.read_claim(context.attempt)
         return f"node {context.node} exits: the attempt belongs to job {holder and holder.job_id}"
     try:
         # Join before changing anything on the node, because another agent may be in charge of it.
@@ -257,15 +257,15 @@ def _reply(runtime: NodeRuntime, reporter: Reporter, question: dict[str, Any]) -
 
 def _without_lead(
     context: AgentContext, runtime: NodeRuntime, lead: int, error: ConnectionError
-) -> tuple[attempt.Term | None, str]:
+) -> tuple[documents.Term | None, str]:
     """End what is left of a launch whose lead is lost; return the next lead's term, and its host.
 
     A step of which the lead had written its part is committed by the lowest remaining node. If the
     attempt cannot continue, the job is cancelled: its batch shell was on node 0, and with
     `--no-kill` Slurm would keep the other nodes until the time limit.
     """
-    newest = attempt.newest_term(context.attempt)
-    holder = newest or attempt.read_claim(context.attempt)
+    newest = documents.newest_term(context.attempt)
+    holder = newest or documents.read_claim(context.attempt)
     host = holder.host if holder else ""
     runtime.kill()
     runtime.drain(ORPHAN_DRAIN_S, lost=(0,), mirror=True)
@@ -295,12 +295,12 @@ def _without_lead(
 
 def _ends_job(context: AgentContext, runtime: NodeRuntime) -> bool:
     """Return False if another node leads the attempt, or has found that it ends and so ends it."""
-    newest, ends = attempt.read_terms(context.attempt)
+    newest, ends = documents.read_terms(context.attempt)
     number = runtime.place.term
     if newest is not None and newest.number > number:
         return False
     found = (
-        attempt.read_document(attempt.Term, context.attempt.term_end(number))
+        documents.read_document(documents.Term, context.attempt.term_end(number))
         if number in ends
         else None
     )

@@ -21,7 +21,7 @@ from typing import Final
 
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.records import attempt
+from holdfast.contracts.records import documents
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.nodes.heartbeats import heartbeat_stamp, interval_s
@@ -52,11 +52,11 @@ def take_term(context: AgentContext, number: int, *, is_end: bool = False) -> bo
     """Create term `number` for this node. Return False if another node has it."""
     make_directory(context.attempt.terms)
     term = _term(context, number, is_end=is_end)
-    return attempt.create_document(context.attempt.term(number), term)
+    return documents.create_document(context.attempt.term(number), term)
 
 
-def _term(context: AgentContext, number: int, *, is_end: bool) -> attempt.Term:
-    return attempt.Term(
+def _term(context: AgentContext, number: int, *, is_end: bool) -> documents.Term:
+    return documents.Term(
         number=number,
         node=context.node,
         host=context.host,
@@ -69,7 +69,7 @@ def _term(context: AgentContext, number: int, *, is_end: bool) -> attempt.Term:
 def _announce_end(context: AgentContext, number: int) -> None:
     """Tell the other nodes that the attempt cannot continue after term `number`."""
     make_directory(context.attempt.terms)
-    attempt.create_document(context.attempt.term_end(number), _term(context, number, is_end=True))
+    documents.create_document(context.attempt.term_end(number), _term(context, number, is_end=True))
 
 
 def begin_term(context: AgentContext, number: int) -> None:
@@ -87,7 +87,7 @@ def begin_term(context: AgentContext, number: int) -> None:
 
 def _is_void(context: AgentContext, number: int) -> bool:
     """Decide that no launch begins in a term of another node. False if one may have begun."""
-    taken = attempt.read_document(attempt.Term, context.attempt.term(number))
+    taken = documents.read_document(documents.Term, context.attempt.term(number))
     return taken is not None and _decide_on(context, number) not in {taken.node, None}
 
 
@@ -95,17 +95,17 @@ def _decide_on(context: AgentContext, number: int) -> int | None:
     """Return the node that decided whether launches begin in a term: this one if none had."""
     make_directory(context.attempt.terms)
     path = context.attempt.term_begin(number)
-    attempt.create_document(path, _term(context, number, is_end=False))
-    found = attempt.read_document(attempt.Term, path)
+    documents.create_document(path, _term(context, number, is_end=False))
+    found = documents.read_document(documents.Term, path)
     return found.node if found is not None else None
 
 
 def leads(context: AgentContext) -> bool:
     """Return True if no other node has taken a term since this one led."""
-    return _leads(context, attempt.newest_term(context.attempt))
+    return _leads(context, documents.newest_term(context.attempt))
 
 
-def _leads(context: AgentContext, newest: attempt.Term | None) -> bool:
+def _leads(context: AgentContext, newest: documents.Term | None) -> bool:
     return newest.node == context.node if newest is not None else context.node == 0
 
 
@@ -114,7 +114,7 @@ def renew(context: AgentContext, *, is_end: bool = False) -> int:
 
     With `is_end`, no other term can follow. Raises `SupersededError` if another node has taken one.
     """
-    newest = attempt.newest_term(context.attempt)
+    newest = documents.newest_term(context.attempt)
     number = (newest.number if newest is not None else FIRST) + 1
     if not _leads(context, newest) or not take_term(context, number, is_end=is_end):
         raise SupersededError(
@@ -136,7 +136,7 @@ def next_lead(
     runtime: NodeRuntime,
     lead: int,
     may_continue: Callable[[], bool] = lambda: True,
-) -> attempt.Term | None:
+) -> documents.Term | None:
     """Return the term that follows the loss of node `lead`, which may be this node's own.
 
     Lower places come first. `may_continue()` reads whether the attempt can continue. The first node
@@ -154,7 +154,7 @@ def next_lead(
     asks_at, is_asked = claim_at if turn_s else began, False
     beats_on = False
     while time.monotonic() < began + FOLLOW_WAIT_S:
-        newest, ends = attempt.read_terms(context.attempt)
+        newest, ends = documents.read_terms(context.attempt)
         number = newest.number if newest is not None else FIRST
         if newest is not None and newest.is_end:
             return None
@@ -176,7 +176,7 @@ def next_lead(
                 later = range(runtime.place.term + 1, number + 1)
                 may_lead = all(_is_void(context, one) for one in later)
                 if may_lead and take_term(context, number + 1):
-                    return attempt.newest_term(context.attempt)
+                    return documents.newest_term(context.attempt)
             # The lead may find only later that it is cut off, and then steps back.
             stamp, claim_at = seen, time.monotonic() + quiet_s(every_s) + turn_s
         time.sleep(max(POLL_S, POLL_S_PER_NODE * nodes))
@@ -191,11 +191,11 @@ def step_back(context: AgentContext, is_over: Callable[[], bool]) -> None:
     For a lead that has probably been cut off from the others. It must write no heartbeats
     meanwhile. Returns at once when `is_over()`, or when no other node can continue.
     """
-    newest = attempt.newest_term(context.attempt)
+    newest = documents.newest_term(context.attempt)
     known = newest.number if newest is not None else FIRST
     give_up = time.monotonic() + FOLLOW_WAIT_S
     while time.monotonic() < give_up and not is_over():
-        newest, ends = attempt.read_terms(context.attempt)
+        newest, ends = documents.read_terms(context.attempt)
         if known in ends or (newest is not None and newest.number > known):
             return
         time.sleep(POLL_S)

@@ -14,7 +14,7 @@ from typing import Final
 
 from holdfast.contracts.disk.filesystems import is_there
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, SuccessorPaths
-from holdfast.contracts.records.attempt import SuccessorVerdict, read_document, read_outcome
+from holdfast.contracts.records.documents import SuccessorVerdict, read_document, read_outcome
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.workers.agent.main import run_agent

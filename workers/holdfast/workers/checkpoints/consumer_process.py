@@ -30,8 +30,8 @@ from holdfast.contracts.disk import leases, manifest
 from holdfast.contracts.disk.paths import ConsumerPaths, checkpoint_id
 from holdfast.contracts.errors import HoldfastError, NotFoundError
 from holdfast.contracts.plain_text import exact, plain_line
-from holdfast.contracts.records.attempt import Claim, create_document, read_document
 from holdfast.contracts.records.consumers import ConsumerOrder, ConsumerOutcome
+from holdfast.contracts.records.documents import Claim, create_document, read_document
 from holdfast.contracts.records.history import load_identity
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.spec.secrets import resolve_environment

@@ -22,7 +22,7 @@ from holdfast.contracts.disk import durable, manifest
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import MANIFEST, ConsumerPaths, RunPaths
 from holdfast.contracts.plain_text import plain_line
-from holdfast.contracts.records import attempt, known_damage, reported
+from holdfast.contracts.records import documents, known_damage, reported
 from holdfast.contracts.records.consumers import (
     ConsumerOrder,
     ConsumerOutcome,
@@ -185,21 +185,21 @@ class Consumers:
             return
         paths = self._reserve()
         order = _order_of(history, use, consumer)
-        attempt.write_document(paths.order, order)
+        documents.write_document(paths.order, order)
         request = None
         if consumer.job is not None:
             cluster = executor_for(history.spec.resources.executor).cluster()
             request = consumer_request(
                 history, consumer, paths.number, created_at=time.time(), cluster=cluster
             )
-            attempt.write_document(paths.request, request)
+            documents.write_document(paths.request, request)
         started = _with(use, ConsumerState.STARTED, start=paths.number, tries=use.tries + 1)
         # The line comes first: a supervisor that is killed now finds it, and no process.
         self._write(started, uses, journal)
         try:
             if request is not None:
                 submission = executor_for(request.executor).submit_consumer(paths, request)
-                attempt.write_document(paths.submission, submission)
+                documents.write_document(paths.submission, submission)
             else:
                 self._processes[paths.number] = self._spawn(history, paths, consumer)
         except errors.SchedulerUnavailableError:
@@ -258,10 +258,10 @@ class Consumers:
         """Journal the end of a start, if it has ended."""
         paths = self.paths.consumer(use.start)
         try:
-            outcome = attempt.read_document(ConsumerOutcome, paths.outcome)
+            outcome = documents.read_document(ConsumerOutcome, paths.outcome)
             if outcome is None:
-                order = attempt.read_document(ConsumerOrder, paths.order)
-                claim = attempt.read_document(attempt.Claim, paths.claim)
+                order = documents.read_document(ConsumerOrder, paths.order)
+                claim = documents.read_document(documents.Claim, paths.claim)
                 outcome = self._lost(paths, order, claim)
             is_preempted = outcome is not None and self._was_preempted(paths, outcome)
         except errors.SchedulerUnavailableError:
@@ -291,7 +291,7 @@ class Consumers:
         return None if self._waited(paths.number, "state") < STATE_S else False
 
     def _lost(
-        self, paths: ConsumerPaths, order: ConsumerOrder | None, claim: attempt.Claim | None
+        self, paths: ConsumerPaths, order: ConsumerOrder | None, claim: documents.Claim | None
     ) -> ConsumerOutcome | None:
         """Return the outcome of a start that cannot write it any more, or None."""
         if order is None:
@@ -304,7 +304,7 @@ class Consumers:
                 why = f"it did not end within {limit_s:.0f} s"
         return self._close(paths, why) if why else None
 
-    def _lost_process(self, paths: ConsumerPaths, claim: attempt.Claim | None) -> str:
+    def _lost_process(self, paths: ConsumerPaths, claim: documents.Claim | None) -> str:
         """Return why a process of this machine will never write an outcome, or ''."""
         if claim is None:
             own = self._processes.get(paths.number)
@@ -320,19 +320,19 @@ class Consumers:
             return ""
         return "its process ended without a record, as when it is killed"
 
-    def _lost_job(self, paths: ConsumerPaths, claim: attempt.Claim | None) -> str:
+    def _lost_job(self, paths: ConsumerPaths, claim: documents.Claim | None) -> str:
         """Return why a job will never write an outcome, or ''."""
-        request = attempt.read_document(attempt.Request, paths.request)
+        request = documents.read_document(documents.Request, paths.request)
         if request is None:
             return "its request is missing"
         executor = executor_for(request.executor)
-        submission = attempt.read_document(attempt.Submission, paths.submission)
+        submission = documents.read_document(documents.Submission, paths.submission)
         if submission is None:
             submission = executor.find(request)
             if submission is None:
                 is_late = self._waited(paths.number, "submission") > executor.absence_s
                 return "the scheduler does not have its job" if is_late else ""
-            attempt.write_document(paths.submission, submission)
+            documents.write_document(paths.submission, submission)
         status = executor.status(request, submission)
         if not status.has_ended:
             return ""
@@ -347,13 +347,13 @@ class Consumers:
 
         The claim comes first. A process that starts late finds it and runs nothing.
         """
-        claim = attempt.read_document(attempt.Claim, paths.claim)
-        if claim is None and not attempt.create_document(paths.claim, attempt.Claim.closed()):
+        claim = documents.read_document(documents.Claim, paths.claim)
+        if claim is None and not documents.create_document(paths.claim, documents.Claim.closed()):
             # It started at this moment.
             return None
-        if attempt.create_document(paths.outcome, found := ConsumerOutcome.failed(why)):
+        if documents.create_document(paths.outcome, found := ConsumerOutcome.failed(why)):
             return found
-        return attempt.read_document(ConsumerOutcome, paths.outcome)
+        return documents.read_document(ConsumerOutcome, paths.outcome)
 
     def _waited(self, number: int, what: str) -> float:
         """Return the seconds since this supervisor first waited for something of a start."""
@@ -423,7 +423,7 @@ def _order_of(history: RunHistory, use: Use, consumer: Consumer) -> ConsumerOrde
     )
 
 
-def _kill(claim: attempt.Claim) -> None:
+def _kill(claim: documents.Claim) -> None:
     """Kill the process of a claim, if it is one of this machine."""
     if claim.host == socket.gethostname():
         process = find_process(ProcessName(claim.pid, claim.process_start_s, claim.boot_id))

@@ -33,7 +33,7 @@ from holdfast.contracts.disk.paths import (
 )
 from holdfast.contracts.errors import MirrorError, reading_run
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.records.history import (
     RunHistory,
     check_identity,

@@ -14,7 +14,7 @@ from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.manifest import read_manifest, require_readable
 from holdfast.contracts.disk.paths import RunPaths, checkpoint_id
 from holdfast.contracts.errors import OutputExistsError
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.records.known_damage import refuse_damaged
 from holdfast.workers.checkpoints import hub

@@ -11,7 +11,7 @@ from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.manifest import Manifest, read_manifest
 from holdfast.contracts.disk.paths import MANIFEST, CheckpointName, RunPaths, checkpoint_id
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError, NotFoundError
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.workers.checkpoints import deletion
 
 # A checkpoint in a mirror is read completely, over the network.

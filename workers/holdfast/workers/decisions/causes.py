@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from holdfast.contracts.records.attempt import Outcome, StopFile
+from holdfast.contracts.records.documents import Outcome, StopFile
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.decisions.evidence import (
     HELPER_LOST,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.records.attempt import Request
+from holdfast.contracts.records.documents import Request
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.decisions.sizes import is_single, largest_within
 

@@ -10,7 +10,7 @@ from typing import Final, Literal
 from holdfast.contracts.disk.journal import AUTOMATIC, FALLBACKS, GROWER
 from holdfast.contracts.disk.paths import CheckpointName
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.records.attempt import SubmissionTry
+from holdfast.contracts.records.documents import SubmissionTry
 from holdfast.contracts.records.history import (
     AttemptView,
     RunHistory,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from holdfast.contracts.disk.bounds import Count, Seconds
-from holdfast.contracts.records.attempt import Document
+from holdfast.contracts.records.documents import Document
 
 WINDOW: Final = 256
 # Once an attempt has this many silences, it no longer needs those of earlier attempts.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.disk.bounds import ByteCount, Count, Name, Number, Seconds
-from holdfast.contracts.records.attempt import Document
+from holdfast.contracts.records.documents import Document
 from holdfast.workers.nodes.visible_gpus import CONTROL
 
 MODULE: Final = "pynvml"

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from holdfast.contracts.disk import bounds, durable, filesystems, reading
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, folder_of
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.records.attempt import Document
+from holdfast.contracts.records.documents import Document
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.states import RunState
 from holdfast.workers.nodes.calibration import PhaseTimes

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from holdfast.contracts.disk import durable, filesystems, reading
 from holdfast.contracts.disk.bounds import ByteCount, Name, Number
 from holdfast.contracts.disk.paths import folder_of
-from holdfast.contracts.records.attempt import Document
+from holdfast.contracts.records.documents import Document
 from holdfast.workers.nodes.gpus import GpuBeat
 
 FORMAT: Final = 1

@@ -18,17 +18,7 @@ from holdfast.contracts import errors
 from holdfast.contracts.disk.durable import fsync_directory, make_directory
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
-from holdfast.contracts.records.attempt import (
-    Claim,
-    Request,
-    RunRecord,
-    Submission,
-    SubmissionTry,
-    close_claim,
-    read_claim,
-    read_document,
-    write_document,
-)
+from holdfast.contracts.records import documents
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.records.orders import OrderBook, open_orders
@@ -60,7 +50,7 @@ def reserve(paths: RunPaths, number: int) -> AttemptPaths | None:
 def submit_attempt(
     paths: RunPaths,
     spec: RunSpec,
-    record: RunRecord,
+    record: documents.RunRecord,
     *,
     gpus: int,
     reason: str,
@@ -111,7 +101,7 @@ def submit_attempt(
             request = successors.with_successor(paths, request, journal)
         # On disk before the scheduler is asked, so the job needs nothing from this process any
         # more, see decision 34.
-        write_document(attempt.request, request)
+        documents.write_document(attempt.request, request)
     except BaseException:
         # The scheduler was not asked yet. A full disk must not use up a number at each try.
         with open_orders(paths) as book:
@@ -141,7 +131,7 @@ def resume_submission(
     if not taken or not is_unsubmitted(taken[-1]):
         return None
     attempt = taken[-1]
-    request = read_document(Request, attempt.request)
+    request = documents.read_document(documents.Request, attempt.request)
     if request is None:
         raise errors.NotFoundError(
             f"{attempt.directory}: reserved, but its request was never written; call "
@@ -151,7 +141,7 @@ def resume_submission(
         return attempt
     request = successors.without_successor(attempt, request)
     executor = executor_for(request.executor)
-    tried = read_document(SubmissionTry, attempt.submitting)
+    tried = documents.read_document(documents.SubmissionTry, attempt.submitting)
     # The claim comes first: it is certain, and the scheduler may not list the job yet.
     found = _claimed_job(attempt, request) or executor.find(request)
     if found is not None:
@@ -180,7 +170,10 @@ class Absences:
 
 
 def _await_answer(
-    attempt: AttemptPaths, request: Request, tried: SubmissionTry, absences: Absences
+    attempt: AttemptPaths,
+    request: documents.Request,
+    tried: documents.SubmissionTry,
+    absences: Absences,
 ) -> None:
     """Raise `SchedulerUnavailableError` unless it is certain that there is no job."""
     absence_s = executor_for(request.executor).absence_s
@@ -205,21 +198,21 @@ def end_duplicates(attempt: AttemptPaths, journal: JournalWriter) -> list[str]:
     Without a claim only pending jobs are cancelled, because a running one may be about to claim.
     Only the process that holds the run's flow lock may call this.
     """
-    tried = read_document(SubmissionTry, attempt.submitting)
-    request = read_document(Request, attempt.request)
+    tried = documents.read_document(documents.SubmissionTry, attempt.submitting)
+    request = documents.read_document(documents.Request, attempt.request)
     if tried is None or request is None or not tried.may_have_duplicates:
         return []
     executor = executor_for(request.executor)
     jobs = executor.live_jobs(request)
-    claim = read_claim(attempt)
-    recorded = read_document(Submission, attempt.submission)
+    claim = documents.read_claim(attempt)
+    recorded = documents.read_document(documents.Submission, attempt.submission)
     live = [job.job_id for job in jobs]
     kept = claim.job_id if claim else recorded.job_id if recorded else ""
     if not claim and kept not in live:
         kept = live[0] if live else kept
     if recorded is not None and kept != recorded.job_id:
         # Before any job is cancelled: a crash in between must not leave a cancelled job on record.
-        write_document(attempt.submission, recorded.model_copy(update={"job_id": kept}))
+        documents.write_document(attempt.submission, recorded.model_copy(update={"job_id": kept}))
     messages = []
     for job in jobs:
         if job.job_id == kept:
@@ -235,12 +228,14 @@ def end_duplicates(attempt: AttemptPaths, journal: JournalWriter) -> list[str]:
     return messages
 
 
-def cancel_leftovers(attempt: AttemptPaths, request: Request, *, ended: str | None) -> None:
+def cancel_leftovers(
+    attempt: AttemptPaths, request: documents.Request, *, ended: str | None
+) -> None:
     """Cancel every other job of an attempt whose job has `ended`, if there may be others.
 
     If the scheduler does not answer, they stay: they find the attempt claimed and end themselves.
     """
-    tried = read_document(SubmissionTry, attempt.submitting)
+    tried = documents.read_document(documents.SubmissionTry, attempt.submitting)
     if tried is None or not tried.may_have_duplicates:
         return
     executor = executor_for(request.executor)
@@ -261,13 +256,15 @@ def complete_journal(paths: RunPaths, journal: JournalWriter) -> None:
         (str(event.kind), event.data.get("attempt")) for event in history.events
     }
     for attempt in paths.list_attempts():
-        request = read_document(Request, attempt.request)
+        request = documents.read_document(documents.Request, attempt.request)
         if request and (EventKind.ATTEMPT_RESERVED, attempt.number) not in journaled:
             _journal_reserved(request, journal, request.exclude)
-        job: Submission | Claim | None = read_document(Submission, attempt.submission)
+        job: documents.Submission | documents.Claim | None = documents.read_document(
+            documents.Submission, attempt.submission
+        )
         if job is None and (EventKind.ATTEMPT_ENDED, attempt.number) in journaled:
             # It ended before its submission was found and recorded.
-            job = read_claim(attempt)
+            job = documents.read_claim(attempt)
         if job and (EventKind.ATTEMPT_SUBMITTED, attempt.number) not in journaled:
             _journal_submitted(attempt, job.job_id, journal)
 
@@ -284,7 +281,9 @@ def abandon_reservation(attempt: AttemptPaths, journal: JournalWriter) -> None:
     """
     # The claim decides between this process and a job that starts late: the one that creates it
     # wins.
-    if read_document(Request, attempt.request) or not close_claim(attempt):
+    if documents.read_document(documents.Request, attempt.request) or not documents.close_claim(
+        attempt
+    ):
         raise errors.RunConflictError(
             f"{attempt.directory}: has a request; call `resume_submission` instead"
         )
@@ -305,7 +304,7 @@ def end_unsubmitted(
     Only the process that holds the run's flow lock may call this.
     """
     # Exclusive, so a job that starts late cannot train an attempt that has ended.
-    if not close_claim(attempt):
+    if not documents.close_claim(attempt):
         return False
     _journal_ended(attempt, journal, state, cause, evidence)
     return True
@@ -313,7 +312,7 @@ def end_unsubmitted(
 
 def has_no_job(attempt: AttemptPaths) -> bool:
     """Return True if the scheduler certainly holds no job of an unsubmitted attempt."""
-    tried = read_document(SubmissionTry, attempt.submitting)
+    tried = documents.read_document(documents.SubmissionTry, attempt.submitting)
     # Each try was refused, so no answer was lost.
     return tried is None or (bool(tried.refused) and tried.count == tried.refusals)
 
@@ -323,7 +322,7 @@ def gpus_held_after_end(executor: Executor, run: RunPaths, history: RunHistory) 
     last = history.last_asked
     if last is None or last.request is None:
         return {}
-    submission = read_document(Submission, run.attempt(last.number).submission)
+    submission = documents.read_document(documents.Submission, run.attempt(last.number).submission)
     held = executor.held_after_end(last.request, submission) if submission else {}
     # The next attempt may have the nodes of its successor.
     for host, gpus in successors.gpus_held(history).items():
@@ -332,7 +331,7 @@ def gpus_held_after_end(executor: Executor, run: RunPaths, history: RunHistory) 
 
 
 def _start_waiting(
-    paths: RunPaths, attempt: AttemptPaths, request: Request, journal: JournalWriter
+    paths: RunPaths, attempt: AttemptPaths, request: documents.Request, journal: JournalWriter
 ) -> bool:
     """Let the successor or restart that the request names run the attempt; False if it cannot.
 
@@ -342,10 +341,10 @@ def _start_waiting(
         return False
     one = restarts if request.restart_of else successors
     if one.is_undecided(paths, request):
-        asked = SubmissionTry(count=1, host=socket.gethostname(), tried_at=time.time())
+        asked = documents.SubmissionTry(count=1, host=socket.gethostname(), tried_at=time.time())
         with open_orders(paths) as book:
             _require_no_ending(paths, attempt, book)
-            write_document(attempt.submitting, asked)
+            documents.write_document(attempt.submitting, asked)
             job = one.adopt(paths, request)
     else:
         job = one.adopt(paths, request)
@@ -368,16 +367,16 @@ def _require_no_ending(paths: RunPaths, attempt: AttemptPaths, book: OrderBook) 
 
 
 def _submit(
-    paths: RunPaths, attempt: AttemptPaths, request: Request, journal: JournalWriter
+    paths: RunPaths, attempt: AttemptPaths, request: documents.Request, journal: JournalWriter
 ) -> None:
     """Submit the job, and record both the attempt to submit and the scheduler's answer.
 
     Raises `OrdersChangedError` for an order that came after the attempt was reserved. One that
     comes after this check finds `submitting.json`, and the supervisor ends the job.
     """
-    before = read_document(SubmissionTry, attempt.submitting)
+    before = documents.read_document(documents.SubmissionTry, attempt.submitting)
     now = time.time()
-    asked = SubmissionTry(
+    asked = documents.SubmissionTry(
         count=before.count + 1 if before else 1,
         host=socket.gethostname(),
         tried_at=now,
@@ -388,7 +387,7 @@ def _submit(
         _require_no_ending(paths, attempt, book)
         # Durable before the scheduler is asked. Without it, a crash during `sbatch` would look like
         # an attempt that was never submitted, and the next supervisor would submit it again.
-        write_document(attempt.submitting, asked)
+        documents.write_document(attempt.submitting, asked)
     try:
         submission = executor_for(request.executor).submit(attempt, request)
     except errors.SchedulerUnavailableError:
@@ -402,7 +401,7 @@ def _submit(
             "refusals": asked.refusals + 1,
             "refused_since": asked.refused_since or now,
         }
-        write_document(attempt.submitting, asked.model_copy(update=refused))
+        documents.write_document(attempt.submitting, asked.model_copy(update=refused))
         # A refusal that can pass is retried for a week. One line for each reason is enough.
         if before is None or before.refused != message:
             journal.append(
@@ -415,22 +414,26 @@ def _submit(
     _record(attempt, submission, journal)
 
 
-def _claimed_job(attempt: AttemptPaths, request: Request) -> Submission | None:
+def _claimed_job(attempt: AttemptPaths, request: documents.Request) -> documents.Submission | None:
     """Return the job that claimed the attempt, unless the executor is local."""
-    claim = read_claim(attempt)
+    claim = documents.read_claim(attempt)
     if claim is None or request.executor == "local":
         return None
-    return Submission(
+    return documents.Submission(
         job_id=claim.job_id, executor=request.executor, submitted_at=request.created_at
     )
 
 
-def _record(attempt: AttemptPaths, submission: Submission, journal: JournalWriter) -> None:
-    write_document(attempt.submission, submission)
+def _record(
+    attempt: AttemptPaths, submission: documents.Submission, journal: JournalWriter
+) -> None:
+    documents.write_document(attempt.submission, submission)
     _journal_submitted(attempt, submission.job_id, journal)
 
 
-def _journal_reserved(request: Request, journal: JournalWriter, exclude: Sequence[str]) -> None:
+def _journal_reserved(
+    request: documents.Request, journal: JournalWriter, exclude: Sequence[str]
+) -> None:
     journal.append(
         EventKind.ATTEMPT_RESERVED,
         attempt=request.attempt,

@@ -17,20 +17,7 @@ from holdfast.contracts import errors
 from holdfast.contracts.disk import file_locks, filesystems, reading
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, folder_of
-from holdfast.contracts.records.attempt import (
-    Claim,
-    Missing,
-    Outcome,
-    Request,
-    StopFile,
-    Submission,
-    close_claim,
-    job_of,
-    newest_term,
-    read_document,
-    read_documents,
-    write_document,
-)
+from holdfast.contracts.records import documents
 from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.contracts.spec.run_spec import RunSpec
@@ -58,11 +45,11 @@ NOTED_HOSTS_MAX: Final = 32
 class Observation:
     """Everything known about one attempt at one moment."""
 
-    request: Request | None
-    submission: Submission | None
-    claim: Claim | None
-    outcome: Outcome | None
-    stop: StopFile | None
+    request: documents.Request | None
+    submission: documents.Submission | None
+    claim: documents.Claim | None
+    outcome: documents.Outcome | None
+    stop: documents.StopFile | None
     status: JobStatus | None
 
     @property
@@ -80,11 +67,11 @@ class Observation:
         return "job" if self.status.is_absent else "outcome"
 
     @property
-    def job(self) -> Submission | None:
+    def job(self) -> documents.Submission | None:
         """The job that runs the attempt."""
-        return job_of(self.submission, self.claim)
+        return documents.job_of(self.submission, self.claim)
 
-    def _is_final(self, outcome: Outcome) -> bool:
+    def _is_final(self, outcome: documents.Outcome) -> bool:
         """Return True if no later answer of the scheduler can change the ending.
 
         Slurm reports a job as COMPLETING until its nodes are free, and only then why it ended.
@@ -120,7 +107,7 @@ def _journal_goodput(history: RunHistory, number: int, journal: JournalWriter) -
 
 def observe(attempt: AttemptPaths) -> Observation:
     """Read an attempt's documents and its job's status (None if the scheduler does not answer)."""
-    before = read_documents(attempt)
+    before = documents.read_documents(attempt)
     status = None
     if before.request is not None:
         with contextlib.suppress(errors.SchedulerUnavailableError, errors.SchedulerError):
@@ -129,13 +116,15 @@ def observe(attempt: AttemptPaths) -> Observation:
             executor = executor_for(before.request.executor)
             status = executor.status(before.request, before.job, since=since)
     # Read the documents after the scheduler: an outcome written before the job ended is then seen.
-    after = read_documents(attempt)
+    after = documents.read_documents(attempt)
     return Observation(
         request=before.request,
         submission=before.submission,
         claim=after.claim,
         outcome=after.outcome,
-        stop=read_document(StopFile, attempt.stop) if filesystems.is_there(attempt.stop) else None,
+        stop=documents.read_document(documents.StopFile, attempt.stop)
+        if filesystems.is_there(attempt.stop)
+        else None,
         status=status,
     )
 
@@ -204,14 +193,16 @@ def _is_over(attempt: AttemptPaths, seen: Observation) -> bool:
     # Monotonic seconds of two boots cannot be compared, so each boot counts for itself.
     boot, now = boot_id(), time.monotonic()
     heard = _digest_of_beats(attempt) if seen.misses == "job" else ""
-    noted = read_document(Missing, attempt.missing)
+    noted = documents.read_document(documents.Missing, attempt.missing)
     if noted is None or (noted.what, noted.heard) != (seen.misses, heard):
-        noted = Missing(what=seen.misses, since={}, heard=heard)
+        noted = documents.Missing(what=seen.misses, since={}, heard=heard)
     since = noted.since.get(boot)
     if since is None or since > now:
         # Other hosts count for themselves.
         others = dict(list(noted.since.items())[-NOTED_HOSTS_MAX:])
-        write_document(attempt.missing, noted.model_copy(update={"since": {**others, boot: now}}))
+        documents.write_document(
+            attempt.missing, noted.model_copy(update={"since": {**others, boot: now}})
+        )
         return False
     return now - since >= absence_s
 
@@ -257,10 +248,10 @@ def _end(
             # The last look bypasses the client's cache, which may remember that there is no
             # outcome, see decision 48.
             filesystems.revalidate(attempt.directory)
-            found = read_documents(attempt)
+            found = documents.read_documents(attempt)
             seen = replace(seen, outcome=found.outcome, claim=found.claim)
             # A job that starts late must not run an attempt that has ended.
-            if seen.claim is None and not close_claim(attempt):
+            if seen.claim is None and not documents.close_claim(attempt):
                 return False
         with JournalWriter(paths.journal_of(writer)) as journal:
             journal.append(EventKind.ATTEMPT_ENDED, **_ending_data(paths, attempt, seen, own))
@@ -275,11 +266,11 @@ def _is_led(attempt: AttemptPaths, seen: Observation) -> bool:
     """Return True if the attempt is over, or if another node of its job leads it."""
     if seen.outcome is not None or seen.status is None:
         return True
-    term = newest_term(attempt)
+    term = documents.newest_term(attempt)
     return term is not None and not term.is_end and term.host in seen.status.nodes
 
 
-def _may_continue(spec: RunSpec, request: Request | None) -> bool:
+def _may_continue(spec: RunSpec, request: documents.Request | None) -> bool:
     """Return True if another node may be about to lead the attempt."""
     if request is None or spec.supervision.restarts_in_place == 0:
         return False
@@ -298,7 +289,7 @@ def _end_leaderless(
     The loss is journaled first, so that the ending does not count as an operator's cancellation.
     """
     history, now = load(), time.time()
-    term = newest_term(attempt)
+    term = documents.newest_term(attempt)
     lead = term.host if term is not None else seen.claim.host if seen.claim else ""
     lost = [e for e in _events_of(history, attempt.number) if e.kind is EventKind.NODE_LOST]
     known = [event for event in lost if event.data.get("host") == lead or not lead]

@@ -14,16 +14,8 @@ from holdfast.contracts.disk.journal import AUTOMATIC, EventKind
 from holdfast.contracts.disk.manifest import read_manifest, require_own_directory
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, checkpoint_id
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.records import history_cache, saving
+from holdfast.contracts.records import documents, history_cache, saving
 from holdfast.contracts.records.annotations import require_note
-from holdfast.contracts.records.attempt import (
-    Request,
-    StopFile,
-    Submission,
-    read_claim,
-    read_document,
-    write_document,
-)
 from holdfast.contracts.records.history import (
     OPERATOR_GOES_ON,
     AttemptView,
@@ -87,8 +79,8 @@ def is_pending_now(history: RunHistory, last: AttemptView) -> bool:
     Raises `SchedulerError` if the scheduler does not answer.
     """
     attempt = history.paths.attempt(last.number)
-    submission = read_document(Submission, attempt.submission)
-    if last.request is None or submission is None or read_claim(attempt):
+    submission = documents.read_document(documents.Submission, attempt.submission)
+    if last.request is None or submission is None or documents.read_claim(attempt):
         return False
     return executor_for(last.request.executor).is_pending(last.request, submission)
 
@@ -368,7 +360,7 @@ def _check(history: RunHistory, asked: _Asked) -> None:
 
 def _write_stop(attempt: AttemptPaths, asked: _Asked, number: int) -> None:
     """Ask the attempt's agent to end it. The caller holds the lock of the orders."""
-    stop = StopFile(
+    stop = documents.StopFile(
         action=asked.action,
         by=asked.by,
         order=number,
@@ -376,7 +368,7 @@ def _write_stop(attempt: AttemptPaths, asked: _Asked, number: int) -> None:
         deadline_s=0.0 if asked.now else None,
         detail="without a last checkpoint" if asked.now else "",
     )
-    write_document(attempt.stop, stop)
+    documents.write_document(attempt.stop, stop)
 
 
 def _end_attempt(
@@ -414,17 +406,19 @@ def _take_back(attempt: AttemptPaths) -> bool:
     A job that starts meanwhile continues, and its agent finds the stop file. Raises
     `SchedulerError`.
     """
-    request_file = read_document(Request, attempt.request)
-    if request_file is None or request_file.executor == "local" or read_claim(attempt):
+    request_file = documents.read_document(documents.Request, attempt.request)
+    if request_file is None or request_file.executor == "local" or documents.read_claim(attempt):
         return False
     executor = executor_for(request_file.executor)
     # The answer of `sbatch` may have been lost, so the job is looked up by its name.
-    submission = read_document(Submission, attempt.submission) or executor.find(request_file)
+    submission = documents.read_document(documents.Submission, attempt.submission) or executor.find(
+        request_file
+    )
     if submission is None or not executor.is_pending(request_file, submission):
         return False
     executor.withdraw(request_file, submission)
     # It may have started between the two questions. Its agent then finds the stop file.
-    return not executor.is_pending(request_file, submission) and not read_claim(attempt)
+    return not executor.is_pending(request_file, submission) and not documents.read_claim(attempt)
 
 
 def has_agent(history: RunHistory) -> bool:
@@ -432,7 +426,7 @@ def has_agent(history: RunHistory) -> bool:
     last = history.last_attempt
     if last is None or last.state.is_terminal:
         return True
-    return read_claim(history.paths.attempt(last.number)) is not None
+    return documents.read_claim(history.paths.attempt(last.number)) is not None
 
 
 def carry_out(history: RunHistory) -> str:
@@ -448,7 +442,7 @@ def carry_out(history: RunHistory) -> str:
     if action not in _ENDS_ATTEMPT:
         return ""
     number = int(asked.get("order") or 0)
-    found = read_document(StopFile, attempt.stop)
+    found = documents.read_document(documents.StopFile, attempt.stop)
     if found is None or found.order < number:
         # Under the lock, so that an older order never replaces the file of a newer one.
         with open_orders(paths) as book:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.disk import digests, paths
-from holdfast.contracts.records.attempt import Provenance
+from holdfast.contracts.records.documents import Provenance
 from holdfast.contracts.spec.run_spec import RunSpec
 
 GIT_TIMEOUT_S: Final = 10.0

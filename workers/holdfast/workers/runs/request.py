@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from holdfast.contracts.disk.digests import command_digest
-from holdfast.contracts.records.attempt import Provenance, Request, RunRecord
+from holdfast.contracts.records.documents import Provenance, Request, RunRecord
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.spec.consumers import Consumer
 from holdfast.contracts.spec.part import RECORDED

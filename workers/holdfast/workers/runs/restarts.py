@@ -15,13 +15,7 @@ from typing import Any, Final
 from holdfast.contracts.disk.bounds import NUMBER_MAX
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
-from holdfast.contracts.records.attempt import (
-    Request,
-    Submission,
-    SuccessorVerdict,
-    read_document,
-    write_document,
-)
+from holdfast.contracts.records import documents
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.workers.decisions.policy import Decision
@@ -43,10 +37,10 @@ class Restart:
     """
 
     paths: AttemptPaths
-    request: Request
-    submission: Submission
-    seen: Submission | None
-    verdict: SuccessorVerdict | None
+    request: documents.Request
+    submission: documents.Submission
+    seen: documents.Submission | None
+    verdict: documents.SuccessorVerdict | None
 
     @property
     def executor(self) -> Executor:
@@ -55,16 +49,16 @@ class Restart:
 
 def read(paths: AttemptPaths) -> Restart | None:
     """Return the restart that an attempt's job may have; None if it may have none."""
-    request = read_document(Request, paths.request)
-    submission = read_document(Submission, paths.submission)
+    request = documents.read_document(documents.Request, paths.request)
+    submission = documents.read_document(documents.Submission, paths.submission)
     if request is None or not request.expedite or submission is None:
         return None
     return Restart(
         paths=paths,
         request=request,
         submission=submission,
-        seen=read_document(Submission, paths.restart),
-        verdict=read_document(SuccessorVerdict, paths.verdict),
+        seen=documents.read_document(documents.Submission, paths.restart),
+        verdict=documents.read_document(documents.SuccessorVerdict, paths.verdict),
     )
 
 
@@ -160,7 +154,7 @@ def _record_seen(
 ) -> None:
     if one.seen is None or one.seen.restarts != restarts:
         seen = one.submission.model_copy(update={"restarts": restarts, "submitted_at": now})
-        write_document(one.paths.restart, seen)
+        documents.write_document(one.paths.restart, seen)
     facts = {"attempt": one.request.attempt, "restarts": restarts}
     lines = history.lines.of_kinds(EventKind.SUCCESSOR_SUBMITTED)
     if not any(facts.items() <= line.data.items() for line in lines):
@@ -173,7 +167,7 @@ def _record_seen(
         )
 
 
-def with_restart(run: RunPaths, request: Request) -> Request:
+def with_restart(run: RunPaths, request: documents.Request) -> documents.Request:
     """Return the request of the next attempt, in the restarted job if `prepare` chose that."""
     one = _newest(run, below=request.attempt) if request.expedite else None
     if one is None or one.verdict is not None or one.seen is None:
@@ -181,13 +175,13 @@ def with_restart(run: RunPaths, request: Request) -> Request:
     return as_restart(request, one.request)
 
 
-def is_undecided(run: RunPaths, request: Request) -> bool:
+def is_undecided(run: RunPaths, request: documents.Request) -> bool:
     """Return True while nobody has decided about the restart that `request` names."""
     one = read(run.attempt(request.restart_of))
     return one is not None and one.verdict is None
 
 
-def adopt(run: RunPaths, request: Request) -> Submission | None:
+def adopt(run: RunPaths, request: documents.Request) -> documents.Submission | None:
     """Let the attempt of `request` run in the restarted job; return the job, or None if it ended.
 
     Repeating this is harmless.
@@ -241,7 +235,7 @@ def _withdraw(one: Restart | None, reason: str, journal: JournalWriter) -> bool:
         return True
     if not one.executor.end_restarts(one.request, one.submission):
         return False
-    write_document(one.paths.verdict, verdict.model_copy(update={"is_gone": True}))
+    documents.write_document(one.paths.verdict, verdict.model_copy(update={"is_gone": True}))
     if one.seen is not None:
         journal.append(
             EventKind.SUCCESSOR_WITHDRAWN,
@@ -253,7 +247,7 @@ def _withdraw(one: Restart | None, reason: str, journal: JournalWriter) -> bool:
     return True
 
 
-def first_of(run: RunPaths, request: Request) -> AttemptPaths:
+def first_of(run: RunPaths, request: documents.Request) -> AttemptPaths:
     """Return the attempt for which the job of `request` was submitted: an earlier one, or its own.
 
     The job's logs are in that attempt's folder.
@@ -261,7 +255,7 @@ def first_of(run: RunPaths, request: Request) -> AttemptPaths:
     number = request.attempt
     while request.restart_of and request.restart_of < number:
         number = request.restart_of
-        before = read_document(Request, run.attempt(number).request)
+        before = documents.read_document(documents.Request, run.attempt(number).request)
         if before is None:
             break
         request = before
@@ -273,7 +267,7 @@ def job_logs(attempt: AttemptPaths) -> Path:
 
     A successor's job and a restart's were submitted before there was the attempt's folder.
     """
-    request = read_document(Request, attempt.request)
+    request = documents.read_document(documents.Request, attempt.request)
     if request is not None and request.restart_of:
         return first_of(attempt.run, request).logs
     number = request.successor if request is not None else 0

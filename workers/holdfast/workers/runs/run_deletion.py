@@ -18,7 +18,7 @@ from holdfast.contracts.disk import durable, file_locks, leases, manifest, readi
 from holdfast.contracts.disk.paths import OF_RUN, RunPaths, real_folder
 from holdfast.contracts.errors import RunConflictError
 from holdfast.contracts.records import history, orders
-from holdfast.contracts.records.attempt import RunRecord
+from holdfast.contracts.records.documents import RunRecord
 from holdfast.workers.runs.run_folders import read_record, require_own
 
 # No run's name begins with a dot.

@@ -25,7 +25,7 @@ from holdfast.contracts.disk.paths import (
 )
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records import history_cache, supervision
-from holdfast.contracts.records.attempt import RunRecord, create_document, read_document
+from holdfast.contracts.records.documents import RunRecord, create_document, read_document
 from holdfast.contracts.spec import part, written
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import RunState

@@ -21,7 +21,7 @@ from holdfast.contracts.disk.journal import GROWER, Event, EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.plain_text import counted, exact
-from holdfast.contracts.records.attempt import RunRecord
+from holdfast.contracts.records.documents import RunRecord
 from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.records.tally import LaunchSpan, Span
 from holdfast.contracts.spec.run_spec import RunSpec

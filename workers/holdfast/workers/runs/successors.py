@@ -23,15 +23,7 @@ from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths, SuccessorPaths
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.records.attempt import (
-    Request,
-    Submission,
-    SubmissionTry,
-    SuccessorVerdict,
-    create_document,
-    read_document,
-    write_document,
-)
+from holdfast.contracts.records import documents
 from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.records.orders import open_orders
 from holdfast.contracts.states import AttemptState
@@ -59,10 +51,10 @@ class Successor:
     """One successor, from its documents. `verdict` is None while it waits."""
 
     paths: SuccessorPaths
-    request: Request | None
-    tried: SubmissionTry | None
-    submission: Submission | None
-    verdict: SuccessorVerdict | None
+    request: documents.Request | None
+    tried: documents.SubmissionTry | None
+    submission: documents.Submission | None
+    verdict: documents.SuccessorVerdict | None
 
     @property
     def number(self) -> int:
@@ -94,27 +86,27 @@ def read(paths: SuccessorPaths) -> Successor:
     """Read a successor's documents. Raises `UnreadableRunError` for a damaged one."""
     return Successor(
         paths=paths,
-        request=read_document(Request, paths.request),
-        tried=read_document(SubmissionTry, paths.submitting),
-        submission=read_document(Submission, paths.submission),
-        verdict=read_document(SuccessorVerdict, paths.verdict),
+        request=documents.read_document(documents.Request, paths.request),
+        tried=documents.read_document(documents.SubmissionTry, paths.submitting),
+        submission=documents.read_document(documents.Submission, paths.submission),
+        verdict=documents.read_document(documents.SuccessorVerdict, paths.verdict),
     )
 
 
 def decide_on(
     paths: AttemptPaths, attempt: int, reason: str = "", *, restarts: int = 0
-) -> SuccessorVerdict:
+) -> documents.SuccessorVerdict:
     """Let a successor run `attempt`, or with 0 none; return the verdict that counts.
 
     Of several processes that decide at the same time, the first one creates it. `restarts` is the
     start of the job that runs the attempt, if the scheduler restarts it.
     """
-    verdict = SuccessorVerdict(
+    verdict = documents.SuccessorVerdict(
         attempt=attempt, restarts=restarts, reason=reason, decided_at=time.time()
     )
-    if create_document(paths.verdict, verdict):
+    if documents.create_document(paths.verdict, verdict):
         return verdict
-    found = read_document(SuccessorVerdict, paths.verdict)
+    found = documents.read_document(documents.SuccessorVerdict, paths.verdict)
     assert found is not None
     return found
 
@@ -207,19 +199,19 @@ def _submit_new(history: RunHistory, journal: JournalWriter, now: float) -> str:
     if one is None:
         return ""
     request = _request_of(history, last, one.number, now)
-    write_document(one.request, request)
+    documents.write_document(one.request, request)
     with open_orders(paths) as book:
         # An order that comes later finds the successor and withdraws it.
         book.require(history.newest_order)
-        asked = SubmissionTry(count=1, host=socket.gethostname(), tried_at=now)
-        write_document(one.submitting, asked)
+        asked = documents.SubmissionTry(count=1, host=socket.gethostname(), tried_at=now)
+        documents.write_document(one.submitting, asked)
     try:
         submission = executor_for(request.executor).submit_successor(one, request)
     except SchedulerUnavailableError:
         raise
     except SchedulerError as error:
         refused = {"refused": str(error), "refusals": 1, "refused_since": now}
-        write_document(one.submitting, asked.model_copy(update=refused))
+        documents.write_document(one.submitting, asked.model_copy(update=refused))
         return withdraw(read(one), f"the scheduler refused it: {error}", journal)
     return _record(one, request, submission, journal)
 
@@ -236,7 +228,9 @@ def _reserve(run: RunPaths, number: int) -> SuccessorPaths | None:
     return paths
 
 
-def _request_of(history: RunHistory, last: AttemptView, number: int, now: float) -> Request:
+def _request_of(
+    history: RunHistory, last: AttemptView, number: int, now: float
+) -> documents.Request:
     assert last.job_id is not None
     request = build_request(
         history.record,
@@ -253,9 +247,12 @@ def _request_of(history: RunHistory, last: AttemptView, number: int, now: float)
 
 
 def _record(
-    paths: SuccessorPaths, request: Request, submission: Submission, journal: JournalWriter
+    paths: SuccessorPaths,
+    request: documents.Request,
+    submission: documents.Submission,
+    journal: JournalWriter,
 ) -> str:
-    write_document(paths.submission, submission)
+    documents.write_document(paths.submission, submission)
     journal.append(
         EventKind.SUCCESSOR_SUBMITTED,
         successor=paths.number,
@@ -321,7 +318,7 @@ def withdraw(one: Successor, reason: str, journal: JournalWriter) -> str:
     job = one.submission
     if one.request is not None and one.may_have_job and not _cancel(one):
         return ""
-    write_document(one.paths.verdict, verdict.model_copy(update={"is_gone": True}))
+    documents.write_document(one.paths.verdict, verdict.model_copy(update={"is_gone": True}))
     journal.append(
         EventKind.SUCCESSOR_WITHDRAWN,
         successor=one.number,
@@ -383,7 +380,9 @@ def prefer(
     return replace(decision, gpus=size, reason=text)
 
 
-def with_successor(run: RunPaths, request: Request, journal: JournalWriter) -> Request:
+def with_successor(
+    run: RunPaths, request: documents.Request, journal: JournalWriter
+) -> documents.Request:
     """Return the request of the next attempt as the waiting successor runs it, if it can.
 
     A successor that cannot run it is withdrawn. Raises `SchedulerError` if the scheduler does not
@@ -399,7 +398,7 @@ def with_successor(run: RunPaths, request: Request, journal: JournalWriter) -> R
     return run_by(request, one.number)
 
 
-def _why_unfit(one: Successor, request: Request) -> str:
+def _why_unfit(one: Successor, request: documents.Request) -> str:
     """Return why a waiting successor cannot run the attempt of `request`, or ''.
 
     A job that is still pending gets the nodes that the attempt excludes.
@@ -424,7 +423,7 @@ def _why_unfit(one: Successor, request: Request) -> str:
     return f"it has started on {', '.join(shared)}, which is excluded" if shared else ""
 
 
-def adopt(run: RunPaths, request: Request) -> Submission | None:
+def adopt(run: RunPaths, request: documents.Request) -> documents.Submission | None:
     """Let the successor that `request` names run its attempt; return the job, or None if it ended.
 
     Repeating this is harmless.
@@ -438,7 +437,7 @@ def adopt(run: RunPaths, request: Request) -> Submission | None:
     return one.submission.model_copy(update={"submitted_at": request.created_at})
 
 
-def let_start(request: Request, job: Submission) -> None:
+def let_start(request: documents.Request, job: documents.Submission) -> None:
     """Let an adopted job start, although the job of the attempt before may not have ended yet.
 
     Slurm ends a job that lost a node after `SlurmdTimeout`, and gives its other nodes to the jobs
@@ -449,18 +448,18 @@ def let_start(request: Request, job: Submission) -> None:
         executor_for(request.executor).drop_dependency(request, job)
 
 
-def is_undecided(run: RunPaths, request: Request) -> bool:
+def is_undecided(run: RunPaths, request: documents.Request) -> bool:
     """Return True while nobody has decided about the successor that `request` names."""
     return attempt_of(run, request.successor) is None
 
 
 def attempt_of(run: RunPaths, number: int) -> int | None:
     """Return the attempt that a successor runs, 0 if it runs none, None while it waits."""
-    verdict = read_document(SuccessorVerdict, run.successor(number).verdict)
+    verdict = documents.read_document(documents.SuccessorVerdict, run.successor(number).verdict)
     return None if verdict is None else verdict.attempt
 
 
-def without_successor(attempt: AttemptPaths, request: Request) -> Request:
+def without_successor(attempt: AttemptPaths, request: documents.Request) -> documents.Request:
     """Return the request of an attempt with a separate job, after its successor has ended.
 
     The same holds for the restarted job that was to run it.
@@ -469,7 +468,7 @@ def without_successor(attempt: AttemptPaths, request: Request) -> Request:
         return request
     request = run_by(request, 0)
     attempt.submitting.unlink(missing_ok=True)
-    write_document(attempt.request, request)
+    documents.write_document(attempt.request, request)
     return request
 
 

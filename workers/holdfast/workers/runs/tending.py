@@ -15,12 +15,7 @@ from typing import Final
 
 from holdfast.contracts.disk.journal import PENDING_TIMEOUT, EventKind, JournalWriter
 from holdfast.contracts.errors import SchedulerError
-from holdfast.contracts.records.attempt import (
-    DrainedNodes,
-    Submission,
-    read_document,
-    write_document,
-)
+from holdfast.contracts.records import documents
 from holdfast.contracts.records.history import AttemptView, RunHistory
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState
@@ -48,7 +43,9 @@ def take_back_overdue(history: RunHistory, *, now: float, writer: str) -> str:
     # Asked last, because a job that has just started must continue.
     if history.pending_request is not None or not is_pending_now(history, last):
         return ""
-    submission = read_document(Submission, history.paths.attempt(last.number).submission)
+    submission = documents.read_document(
+        documents.Submission, history.paths.attempt(last.number).submission
+    )
     waits_for = last.pending.data.get("detail") if last.pending else ""
     why = (
         f"job {submission.job_id if submission else ''} of attempt {last.number} was pending for "
@@ -88,7 +85,7 @@ def allow_hosts_again(history: RunHistory, *, now: float, writer: str) -> str:
     ):
         return ""
     place, attempt = places.place_of(last), history.paths.attempt(last.number)
-    submission = read_document(Submission, attempt.submission)
+    submission = documents.read_document(documents.Submission, attempt.submission)
     resources, executor = history.spec.resources.at(place), executor_for(last.request.executor)
     rooms = Rooms(lambda _: executor.room(resources, is_urgent=False))
     try:
@@ -172,7 +169,9 @@ class CommitComments:
         text, now = text_of(commits.newest_step, commits.newest_at), time.monotonic()
         if (last.number, text) == self._told or now < self._tell_at:
             return
-        submission = read_document(Submission, history.paths.attempt(last.number).submission)
+        submission = documents.read_document(
+            documents.Submission, history.paths.attempt(last.number).submission
+        )
         if submission is None:
             return
         self._tell_at = now + CHANGE_S
@@ -196,7 +195,7 @@ def tell_drained_nodes(history: RunHistory) -> None:
     attempt, request = history.paths.attempt(last.number), last.request
     if not drained_nodes.may_leave(history.spec, request):
         return
-    submission = read_document(Submission, attempt.submission)
+    submission = documents.read_document(documents.Submission, attempt.submission)
     if submission is None:
         return
     try:
@@ -206,6 +205,9 @@ def tell_drained_nodes(history: RunHistory) -> None:
         return
     if not hosts and not attempt.drained.exists():
         return
-    told, found = read_document(DrainedNodes, attempt.drained), DrainedNodes(hosts=hosts)
+    told, found = (
+        documents.read_document(documents.DrainedNodes, attempt.drained),
+        documents.DrainedNodes(hosts=hosts),
+    )
     if told != found:
-        write_document(attempt.drained, found)
+        documents.write_document(attempt.drained, found)

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from holdfast.contracts.disk.paths import AttemptPaths, ConsumerPaths, SuccessorPaths
 from holdfast.contracts.errors import SchedulerUnavailableError, SubmissionRefusedError
-from holdfast.contracts.records.attempt import Request, Submission
+from holdfast.contracts.records.documents import Request, Submission
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.schedulers.slurm_capacity import Room

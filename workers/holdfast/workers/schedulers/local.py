@@ -16,7 +16,7 @@ import psutil
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
-from holdfast.contracts.records.attempt import Claim, Request, Submission, read_claim
+from holdfast.contracts.records.documents import Claim, Request, Submission, read_claim
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.nodes import processes
 from holdfast.workers.schedulers.base import GONE, REBOOTED, Executor, JobStatus

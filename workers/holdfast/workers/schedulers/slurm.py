@@ -19,7 +19,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from holdfast.contracts import errors
 from holdfast.contracts.disk.durable import make_directory
 from holdfast.contracts.disk.paths import AttemptPaths, ConsumerPaths, SuccessorPaths, account_name
-from holdfast.contracts.records.attempt import Request, Submission
+from holdfast.contracts.records.documents import Request, Submission
 from holdfast.contracts.spec import part, slurm_options
 from holdfast.contracts.spec.resources import Resources
 from holdfast.contracts.states import AttemptState

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from holdfast.contracts import environment
 from holdfast.contracts.disk.paths import MANIFEST, RunPaths
 from holdfast.contracts.errors import CheckpointError, SpecError
-from holdfast.contracts.records.attempt import RunRecord, read_document
+from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.records.history import excluded_checkpoints, load_events
 from holdfast.trainer.frameworks.lightning.data import TrainingData
 from holdfast.trainer.frameworks.lightning.files import StrategyFiles, model_checkpoints

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts import environment
-from holdfast.contracts.records.attempt import Request
+from holdfast.contracts.records.documents import Request
 from holdfast.contracts.spec.written import OF_PROGRAM, keys_of
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.health.interface import interface_environment

@@ -16,7 +16,7 @@ from holdfast.contracts.disk.journal import Event, EventKind, read_journal
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.errors import HoldfastError, SchedulerError
 from holdfast.contracts.node import clocks
-from holdfast.contracts.records.attempt import DrainedNodes, StopFile, read_document
+from holdfast.contracts.records.documents import DrainedNodes, StopFile, read_document
 from holdfast.contracts.spec.sections import Supervision
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.paths import AttemptPaths
-from holdfast.contracts.records.attempt import Request
+from holdfast.contracts.records.documents import Request
 from holdfast.workers.agent.watch import silence
 from holdfast.workers.agent.watch.collectives import CollectiveBlame
 from holdfast.workers.agent.watch.flight_recorder import MergedRecords
