@@ -68,7 +68,7 @@ def served(home: Path, patched: pytest.MonkeyPatch) -> Iterator[Served]:
     write_runs(home / "runs")
     # The edges: no job of these runs exists, and the disk of this machine may be full.
     patched.setattr("holdfast.api.watch.reconcile", lambda *_, **__: None)
-    patched.setattr("holdfast.api.attention.find_full_roots", lambda _: [])
+    patched.setattr("holdfast.api.capacity.find_full_roots", lambda _: [])
     runs = {one.name: None for one in (home / "runs").iterdir()}
     with serving(home, runs) as one:  # type: ignore[arg-type]
         # The second round after a run's first ingest knows that it has no supervisor.
@@ -228,7 +228,7 @@ def test_a_problem_of_a_root_is_acknowledged_in_a_file_of_the_server(
 ) -> None:
     finding = {"kind": "storage_full", "level": "warn", "text": "full", "since": None}
     full = [(served.root, {**finding, "action": "prune", "mark": ""})]
-    monkeypatch.setattr("holdfast.api.attention.find_full_roots", lambda _: full)
+    monkeypatch.setattr("holdfast.api.capacity.find_full_roots", lambda _: full)
     attention = served.services.attention
     wait_for(lambda: listed(served, "storage_full"))
     (item,) = listed(served, "storage_full")
@@ -240,7 +240,7 @@ def test_a_problem_of_a_root_is_acknowledged_in_a_file_of_the_server(
     file = served.services.tokens.path.with_name(FILE)
     assert "ann" in file.read_text()
     # Once there is room again, the next shortage is a new problem.
-    monkeypatch.setattr("holdfast.api.attention.find_full_roots", lambda _: [])
+    monkeypatch.setattr("holdfast.api.capacity.find_full_roots", lambda _: [])
     monkeypatch.setattr(attention, "_looked_at", float("-inf"))
     assert listed(served, "storage_full") == []
     assert "ann" not in file.read_text()

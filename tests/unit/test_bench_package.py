@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.cli.main import app
-from holdfast.contracts import bench_package
+from holdfast.contracts import version
 from holdfast.contracts.errors import PreflightError
 from holdfast.contracts.version import holdfast_version
 from holdfast.flows import operations
@@ -34,7 +34,7 @@ def test_both_distributions_have_the_same_version() -> None:
 def test_commands_without_the_package_are_refused(
     command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_package, "NAME", "holdfast_bench_that_is_not_installed")
+    monkeypatch.setattr(version, "BENCH", "holdfast_bench_that_is_not_installed")
     done = CliRunner().invoke(app, command)
     assert isinstance(done.exception, PreflightError)
     assert "needs the package holdfast-bench, which is not" in str(done.exception)
@@ -43,6 +43,6 @@ def test_commands_without_the_package_are_refused(
 
 
 def test_the_flow_drill_is_refused_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_package, "NAME", "holdfast_bench_that_is_not_installed")
+    monkeypatch.setattr(version, "BENCH", "holdfast_bench_that_is_not_installed")
     with pytest.raises(PreflightError, match="a drill needs the package holdfast-bench"):
         operations.drill.fn(run="a-run")

@@ -14,8 +14,7 @@ from tests.support.cli_calls import Call
 
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.spec.part import SpecPart, part_of
-from holdfast.contracts.spec.run_spec import RunSpec
-from holdfast.contracts.spec.steps_total import steps_total
+from holdfast.contracts.spec.run_spec import RunSpec, steps_total
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.supervisor import carry
 

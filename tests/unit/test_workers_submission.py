@@ -20,6 +20,7 @@ from holdfast.contracts.errors import (
     SchedulerUnavailableError,
     SubmissionRefusedError,
 )
+from holdfast.contracts.records import documents
 from holdfast.contracts.records.documents import (
     AttemptDocuments,
     Claim,
@@ -287,7 +288,7 @@ def test_a_job_that_claims_at_the_last_moment_keeps_the_attempt(
     def without_claim(attempt: AttemptPaths) -> AttemptDocuments:
         return replace(read_documents(attempt), claim=None)
 
-    monkeypatch.setattr(endings, "read_documents", without_claim)
+    monkeypatch.setattr(documents, "read_documents", without_claim)
     assert not flow.reconcile().attempts[0].state.is_terminal
 
 

@@ -18,7 +18,6 @@ from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run as current_flow_run
 from pydantic import Field
 
-from holdfast.contracts.bench_package import require_bench_package
 from holdfast.contracts.disk.paths import LATEST, RunPaths
 from holdfast.contracts.disk.visits import Visit, own_runs, visit
 from holdfast.contracts.errors import DamagedCheckpointError, RunFailedError, SpecError
@@ -26,7 +25,8 @@ from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records import checkpoint_choice, history_cache, supervision
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import RunState
-from holdfast.flows import givers, start
+from holdfast.contracts.version import require_bench_package
+from holdfast.flows import flow_run_states, start
 from holdfast.flows.parameters import SpecParameter, SpecTable, load_spec
 from holdfast.flows.supervisor import cancellation, secrets, submission, summary
 from holdfast.flows.supervisor.redactor import Log, Redactor
@@ -212,7 +212,7 @@ def relaunch(
     # A flow run that is started again, such as after a pause, has asked already.
     if cancellation.last_supervisor(paths) != str(current_flow_run.id):
         message = operator.request(
-            paths, "relaunch", by=givers.giver(by), gpus=gpus, writer=submission.JOURNAL
+            paths, "relaunch", by=flow_run_states.giver(by), gpus=gpus, writer=submission.JOURNAL
         )
         get_run_logger().info("%s", message)
     return _supervise(paths)
@@ -269,7 +269,7 @@ def verify(
         paths, checkpoint_choice.choose_checkpoint(paths, checkpoint)
     )
     facts = verification.verify(directory)
-    verification.record(directory, facts, by=givers.giver(by), writer=submission.JOURNAL)
+    verification.record(directory, facts, by=flow_run_states.giver(by), writer=submission.JOURNAL)
     if not facts["ok"]:
         raise DamagedCheckpointError(
             f"{facts['checkpoint']}: {'; '.join(facts['damaged'])}", facts["damaged"]
@@ -292,7 +292,7 @@ def prune(
         dry_run: Whether only to say what would be deleted.
         by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
-    log, home, pruner = get_run_logger(), cancellation.home_of(root), givers.giver(by)
+    log, home, pruner = get_run_logger(), cancellation.home_of(root), flow_run_states.giver(by)
 
     def prune_one(paths: RunPaths) -> dict[str, Any]:
         facts = deletion.prune(paths, by=pruner, writer=submission.JOURNAL, dry_run=dry_run)
@@ -391,7 +391,7 @@ def resume(
         root: The folder that contains the runs. By default that of the worker's environment.
         by: Who asks, for the records. By default what Prefect knows: the flow run.
     """
-    log, home, resumer = get_run_logger(), cancellation.home_of(root), givers.giver(by)
+    log, home, resumer = get_run_logger(), cancellation.home_of(root), flow_run_states.giver(by)
     chosen = [run_folders.find_run(home, run)] if run else until_capacity.ready_runs(home)
 
     def resume_one(paths: RunPaths) -> None:
@@ -440,12 +440,12 @@ def sweep(
         members = members_of(spec, variants, gpus)
         for member in members:
             redactor.learn(member.spec.given)
-        many = Sweep(members, cancellation.home_of(root), gpus, log, by=givers.giver(by))
+        many = Sweep(members, cancellation.home_of(root), gpus, log, by=flow_run_states.giver(by))
         try:
             done = many.run()
         except TerminationSignal:
             if (found := cancellation.find_cancelling(str(current_flow_run.id or ""))) is not None:
-                many.cancel(*givers.cancelled_by(found))
+                many.cancel(*flow_run_states.cancelled_by(found))
             raise
     failed = [one["run"] for one in done["runs"] if one["state"] != RunState.COMPLETED]
     if failed:

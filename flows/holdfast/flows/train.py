@@ -33,9 +33,9 @@ from holdfast.contracts.environment import PAGE_URL, problem_with_address
 from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.history_cache import load_tallied
-from holdfast.contracts.spec.steps_total import steps_total
+from holdfast.contracts.spec.run_spec import steps_total
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.flows import blocks, deployments, flow_run_states, givers
+from holdfast.flows import blocks, deployments, flow_run_states
 from holdfast.flows.parameters import SpecParameter
 from holdfast.flows.prefect_events import PREFECT, PrefectEvents
 from holdfast.flows.supervisor import cancellation, carry, secrets, submission, summary
@@ -312,9 +312,12 @@ class FlowRunLink:
         """Ask for `action`, unless someone gave an order since `history` was read."""
         # `seen` refuses the request if an order came since, so an old pause cannot undo a new
         # resume.
-        facts: dict[str, Any] = {"by": givers.of_flow_run(found.name), "seen": history.newest_order}
+        facts: dict[str, Any] = {
+            "by": flow_run_states.of_flow_run(found.name),
+            "seen": history.newest_order,
+        }
         if action == "pause":
-            facts["reason"] = self._redactor.text(givers.message_of(found.state))
+            facts["reason"] = self._redactor.text(flow_run_states.message_of(found.state))
         try:
             message = operator.request(self._paths, action, writer=submission.JOURNAL, **facts)
             self._log.info("%s", message)
@@ -379,7 +382,7 @@ def take_up_requests(paths: RunPaths, flow_run: str, log: Log) -> None:
         action = "relaunch"
     else:
         return
-    by, seen = givers.of_flow_run(current_flow_run.name or flow_run), history.newest_order
+    by, seen = flow_run_states.of_flow_run(current_flow_run.name or flow_run), history.newest_order
     try:
         log.info("%s", operator.request(paths, action, by=by, writer=submission.JOURNAL, seen=seen))
     except errors.OrdersChangedError as error:
@@ -465,7 +468,7 @@ def train(
             ):
                 log.warning("%s", warning)
         return supervise_here(
-            carry.take_up(run_spec, home, run, by=givers.giver(by)), index, redactor
+            carry.take_up(run_spec, home, run, by=flow_run_states.giver(by)), index, redactor
         )
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from holdfast.cli.shared.output import AsJson, answer, check_plot, print_facts, print_table
-from holdfast.contracts.bench_package import require_bench_package
+from holdfast.contracts.version import require_bench_package
 
 END_S: Final = 60.0
 # The titles of the keys in the benchmark's JSON.

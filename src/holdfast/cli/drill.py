@@ -15,8 +15,8 @@ import typer
 
 from holdfast.cli.shared import index, output
 from holdfast.cli.shared.arguments import refuse_unused
-from holdfast.contracts.bench_package import require_bench_package
 from holdfast.contracts.errors import NotFoundError, SpecError
+from holdfast.contracts.version import require_bench_package
 
 if TYPE_CHECKING:
     from holdfast_bench.live_drills.results import DrillResult

@@ -18,8 +18,7 @@ from holdfast.cli.views import print_stretches
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.history import load_history
-from holdfast.contracts.spec.run_spec import RunSpec
-from holdfast.contracts.spec.steps_total import steps_total
+from holdfast.contracts.spec.run_spec import RunSpec, steps_total
 
 if TYPE_CHECKING:
     from holdfast.workers.decisions.attempt_costs import Costs

@@ -26,7 +26,7 @@ from holdfast.contracts.disk.paths import RunPaths, default_root, given_folder
 from holdfast.contracts.disk.visits import own_runs, visit
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.records.history_cache import load_tallied
-from holdfast.flows.givers import cancelled_by
+from holdfast.flows.flow_run_states import cancelled_by
 from holdfast.flows.supervisor.redactor import Log
 from holdfast.flows.supervisor.submission import JOURNAL
 from holdfast.workers.runs import operator

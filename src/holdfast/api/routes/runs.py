@@ -23,8 +23,8 @@ from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.records import protection, saving, trackers
 from holdfast.contracts.records.alerts import KINDS, crashes, failed_saves, noticed
 from holdfast.contracts.records.topology import SavedTopology
-from holdfast.contracts.spec.recorded import section
-from holdfast.contracts.spec.steps_total import steps_total
+from holdfast.contracts.spec.part import section
+from holdfast.contracts.spec.run_spec import steps_total
 from holdfast.contracts.states import RunState
 from holdfast.lineage.database.states import CheckpointState
 from holdfast.lineage.queries import cursors, pages, reports, views

@@ -25,7 +25,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from holdfast.contracts.records.tally import LaunchSpan, Span
-from holdfast.contracts.spec.recorded import section
+from holdfast.contracts.spec.part import section
 from holdfast.contracts.spec.resources import Resources
 
 

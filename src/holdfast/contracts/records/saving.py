@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.records.history import RunHistory
-from holdfast.contracts.spec.recorded import section
+from holdfast.contracts.spec.part import section
 from holdfast.contracts.states import AttemptState
 
 # How long a program may import and build its model before it makes its Session.

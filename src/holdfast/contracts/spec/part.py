@@ -172,3 +172,11 @@ def unknown_keys(recorded: Mapping[str, Any], model: type[SpecPart], where: str 
         if part is not None and isinstance(value, Mapping):
             found += unknown_keys(value, part, f"{where}{key}.")
     return found
+
+
+def section(spec: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """Return the section under `names`, each inside the one before; empty if it is no table."""
+    found: Any = spec
+    for name in names:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}

@@ -7,16 +7,18 @@ is on disk (`history`). A supervisor compares the spec's digest to recognise its
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from holdfast.contracts.disk import digests, paths
 from holdfast.contracts.environment import KEYS_OF_VARIABLES, S3_ENDPOINT
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.spec import effects, sections, steps_total, written
+from holdfast.contracts.spec import effects, sections, written
 from holdfast.contracts.spec.checkpoint import Checkpointing
 from holdfast.contracts.spec.consumers import CONSUMERS_MAX, Consumer, problem_with_names
 from holdfast.contracts.spec.part import SpecPart, is_recorded
@@ -116,7 +118,7 @@ class RunSpec(SpecPart):
     @field_validator("config")
     @classmethod
     def _steps_are_a_number(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        problem = steps_total.problem_with_steps(value)
+        problem = problem_with_steps(value)
         if problem and not is_recorded(info):
             raise ValueError(problem)
         return value
@@ -247,3 +249,41 @@ class RunSpec(SpecPart):
         """SHA-256 of the spec without its tags, with the defaults of this version of Holdfast."""
         # Tags only help to find a run, and they may change while it trains.
         return digests.document_digest(self.model_dump(mode="json", exclude={"tags"}))
+
+
+STEPS_TOTAL_NAMES: Final = ("steps", "max_steps", "total_steps", "train_steps")
+
+
+def steps_total(config: Mapping[str, Any]) -> int | None:
+    """Return the last step of a program by its spec's `[config]`; None if that does not say.
+
+    The first of `STEPS_TOTAL_NAMES` that is a whole number above 0 counts, such as 1000 or 1e3.
+    """
+    for name in STEPS_TOTAL_NAMES:
+        value = config.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if value > 0 and math.isfinite(value) and value == int(value):
+            return int(value)
+    return None
+
+
+def problem_with_steps(config: Mapping[str, Any]) -> str | None:
+    """Return the problem with a number of steps that would not count, as text, or None."""
+    for name in STEPS_TOTAL_NAMES:
+        value = config.get(name)
+        is_number = isinstance(value, float) and value != value // 1
+        if isinstance(value, bool) or is_number or (isinstance(value, str) and _is_number(value)):
+            return (
+                f"{name}: given {json.dumps(value)}; expected a whole number above 0, such as "
+                "1000, because it is the program's last step"
+            )
+    return None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints, and the list of a checkpoint's files."""
+"""Comparison of two checkpoints or of runs, and the list of a checkpoint's files."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from holdfast.contracts.disk.journal import Event, EventKind, problem_with_facts
 from holdfast.contracts.plain_text import unix_time
 from holdfast.contracts.spec.checkpoint import Keep
 from holdfast.contracts.spec.keep_rules import ranked
-from holdfast.contracts.spec.recorded import section
+from holdfast.contracts.spec.part import section
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.lineage.database import documents, permissions, tables
 from holdfast.lineage.database.states import CheckpointState, EdgeKind

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from holdfast.contracts.disk.bounds import TIME_MAX
 from holdfast.contracts.disk.paths import checkpoint_id
 from holdfast.contracts.records.consumers import Use
-from holdfast.contracts.spec.steps_total import steps_total
+from holdfast.contracts.spec.run_spec import steps_total
 from holdfast.lineage.ingest.rows import attempt_node
 
 Row = Mapping[str, Any]

@@ -15,7 +15,7 @@ from holdfast.contracts.node.channel import ChannelHost
 from holdfast.contracts.node.rank_status import NOWHERE
 from holdfast.contracts.records.documents import LaunchRecord, Outcome
 from holdfast.contracts.records.history import goes_on_after_numerics, stopped_for_numerics
-from holdfast.contracts.spec.steps_total import steps_total
+from holdfast.contracts.spec.run_spec import steps_total
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent import losses
 from holdfast.workers.agent.blame import blame_checkpoint

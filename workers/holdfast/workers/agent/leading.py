@@ -18,7 +18,7 @@ from holdfast.contracts.disk.manifest import Manifest, newest_committed
 from holdfast.contracts.errors import InterfaceError, SchedulerError
 from holdfast.contracts.node.channel import ChannelHost
 from holdfast.contracts.records.documents import LaunchRecord, Outcome, Submission, create_document
-from holdfast.contracts.spec.steps_total import steps_total
+from holdfast.contracts.spec.run_spec import steps_total
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.claim import quarantine_stale_outcome
 from holdfast.workers.agent.context import AgentContext
