@@ -9,22 +9,11 @@ from holdfast.contracts.disk.digests import document_digest
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.contracts.records.history import AttemptView, Lines, RunHistory
+from holdfast.lineage.ingest import rows
 from holdfast.lineage.ingest.checkpoint_totals import CheckpointTotals
 from holdfast.lineage.ingest.clean import clean, redacted
 from holdfast.lineage.ingest.disk import Row, read_checkpoint, survey_checkpoint
 from holdfast.lineage.ingest.journal_lines import NewLines
-from holdfast.lineage.ingest.rows import (
-    AttemptRows,
-    Journaled,
-    Origins,
-    add_deletion,
-    attempt_rows,
-    checkpoint_row,
-    deletion_in,
-    names_in,
-    only_journaled,
-    own_edges,
-)
 from holdfast.lineage.ingest.run_writes import Change
 
 
@@ -43,16 +32,16 @@ class Builder:
     """Builds rows from one state of a run's history. `secrets` are masked in them."""
 
     history: RunHistory
-    journaled: Journaled
-    origins: Origins
+    journaled: rows.Journaled
+    origins: rows.Origins
     secrets: Sequence[str]
 
     @classmethod
-    def of(cls, history: RunHistory, secrets: Sequence[str], journaled: Journaled) -> Builder:
+    def of(cls, history: RunHistory, secrets: Sequence[str], journaled: rows.Journaled) -> Builder:
         return cls(
             history=history,
             journaled=journaled,
-            origins=Origins(history.record, Own(history.paths)),
+            origins=rows.Origins(history.record, Own(history.paths)),
             secrets=secrets,
         )
 
@@ -61,41 +50,43 @@ class Builder:
         if stamp:
             paths = self.history.paths
             found = read_checkpoint(paths, name, stamp, old)
-        elif deletion is not None and (one := only_journaled(name)) is not None:
+        elif deletion is not None and (one := rows.only_journaled(name)) is not None:
             found = one
         else:
             return name, old, None, None
-        row = checkpoint_row(self.history, found, self.journaled, deletion, self.origins)
+        row = rows.checkpoint_row(self.history, found, self.journaled, deletion, self.origins)
         return name, old, clean(redacted(row, self.secrets)), found
 
-    def attempt(self, view: AttemptView, totals: CheckpointTotals) -> AttemptRows:
+    def attempt(self, view: AttemptView, totals: CheckpointTotals) -> rows.AttemptRows:
         """Return the rows of an attempt."""
         committed_step = totals.committed_step(view.number)
-        rows = attempt_rows(self.history, view, committed_step, self.origins)
-        rows.attempts[:] = [redacted(row, self.secrets) for row in rows.attempts]
-        return rows
+        found = rows.attempt_rows(self.history, view, committed_step, self.origins)
+        found.attempts[:] = [redacted(row, self.secrets) for row in found.attempts]
+        return found
 
-    def own(self) -> AttemptRows:
+    def own(self) -> rows.AttemptRows:
         """Return the edges of the run itself."""
-        return own_edges(self.history, self.origins)
+        return rows.own_edges(self.history, self.origins)
 
 
-def journaled_of(lines: Lines, known: tuple[Lines, Journaled] | None) -> tuple[Lines, Journaled]:
+def journaled_of(
+    lines: Lines, known: tuple[Lines, rows.Journaled] | None
+) -> tuple[Lines, rows.Journaled]:
     """Return what lines record of checkpoints; `known` is the result of an earlier call."""
     if known is not None and known[0] is lines:
         # By identity: the lines of a history are new objects only if something has changed.
         return known
-    return lines, Journaled.of(lines)
+    return lines, rows.Journaled.of(lines)
 
 
-def digest_of(rows: AttemptRows) -> str:
+def digest_of(found: rows.AttemptRows) -> str:
     """Return a digest of the rows of an attempt."""
-    return document_digest(clean([rows.attempts, rows.nodes, rows.launches, rows.edges]))
+    return document_digest(clean([found.attempts, found.nodes, found.launches, found.edges]))
 
 
 def named_in(lines: Iterable[NewLines]) -> set[str]:
     """Return the checkpoints whose rows may depend on new lines."""
-    return {name for one in lines for event in one.events for name in names_in(event)}
+    return {name for one in lines for event in one.events for name in rows.names_in(event)}
 
 
 def deleted_in(lines: Iterable[NewLines]) -> dict[str, Row]:
@@ -104,7 +95,7 @@ def deleted_in(lines: Iterable[NewLines]) -> dict[str, Row]:
     for one in lines:
         for event in one.events:
             if event.kind is EventKind.CHECKPOINT_DELETED:
-                add_deletion(found, event.data, event.time)
+                rows.add_deletion(found, event.data, event.time)
     return found
 
 
@@ -118,7 +109,7 @@ def deletion_of(
     name: str, old: Row | None, deletions: Mapping[str, Row], *, is_ignored: bool = False
 ) -> Row | None:
     """Return who deleted a checkpoint, from `deletions` or, unless `is_ignored`, its row."""
-    return newest_deletion(deletions.get(name), None if is_ignored else deletion_in(old))
+    return newest_deletion(deletions.get(name), None if is_ignored else rows.deletion_in(old))
 
 
 def is_ambiguous(history: RunHistory, names: Iterable[str]) -> bool:

@@ -21,7 +21,14 @@ from holdfast.contracts.disk.bounds import RANKS_MAX, TIME_MAX
 from holdfast.contracts.disk.paths import AttemptPaths, folder_of
 from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import HoldfastError
-from holdfast.workers.nodes import series
+from holdfast.workers.nodes.series import (
+    FORMAT,
+    GPU_FIELDS,
+    RANK_FIELDS,
+    ROW_HEAD,
+    ROWS_MAX,
+    SeriesHeader,
+)
 
 Kind = Literal["ranks", "gpus"]
 Floats = npt.NDArray[np.float64]
@@ -41,7 +48,7 @@ _NAME: Final = re.compile(r"(ranks|gpus)-([0-9]{4,7})\.([0-9]{1,6})\.bin")
 class RecordedSeries:
     """The rows of one file, in order of time. `values` is by row, rank or GPU, and field."""
 
-    header: series.SeriesHeader
+    header: SeriesHeader
     start: Floats
     end: Floats
     launch: Ints
@@ -82,16 +89,16 @@ def parse_series(content: bytes, kind: Kind) -> RecordedSeries:
     head, newline, body = content.partition(b"\n")
     if not newline or len(head) > HEADER_BYTES_MAX:
         raise ValueError("has no header; expected a line of JSON")
-    header = series.SeriesHeader.model_validate_json(head)
-    if (header.format, header.kind) != (series.FORMAT, kind) or not 1 <= header.count <= COUNT_MAX:
+    header = SeriesHeader.model_validate_json(head)
+    if (header.format, header.kind) != (FORMAT, kind) or not 1 <= header.count <= COUNT_MAX:
         raise ValueError(
             f"has {header.count} {header.kind} in format {header.format}; expected 1 to "
-            f"{COUNT_MAX} {kind} in format {series.FORMAT}"
+            f"{COUNT_MAX} {kind} in format {FORMAT}"
         )
-    fields = len(series.RANK_FIELDS if kind == "ranks" else series.GPU_FIELDS)
+    fields = len(RANK_FIELDS if kind == "ranks" else GPU_FIELDS)
     layout: list[Any] = [("start", "<f8"), ("width", "<f4"), ("launch", "<u4"), ("rank", "<u4")]
     row = np.dtype([*layout, ("values", "<f2", (header.count, fields))])
-    rows = np.frombuffer(body, row, count=min(len(body) // row.itemsize, series.ROWS_MAX))
+    rows = np.frombuffer(body, row, count=min(len(body) // row.itemsize, ROWS_MAX))
     start, width = rows["start"], rows["width"].astype(np.float64)
     # NaN fails every comparison.
     is_sane = (start > 0) & (start < TIME_MAX) & (width > 0) & (width < WIDTH_S_MAX)
@@ -165,9 +172,9 @@ def _sums(values: Any, low: Ints, high: Ints) -> Any:
 
 
 def _file_bytes_max(left: int) -> int:
-    fields = max(len(series.RANK_FIELDS), len(series.GPU_FIELDS))
-    row_bytes = series.ROW_HEAD.size + 2 * COUNT_MAX * fields
-    return max(0, min(left, HEADER_BYTES_MAX + series.ROWS_MAX * row_bytes))
+    fields = max(len(RANK_FIELDS), len(GPU_FIELDS))
+    row_bytes = ROW_HEAD.size + 2 * COUNT_MAX * fields
+    return max(0, min(left, HEADER_BYTES_MAX + ROWS_MAX * row_bytes))
 
 
 def _reason(error: Exception) -> str:

@@ -232,16 +232,16 @@ class Accelerator(training.LoopMethods[Training], accelerate.Accelerator):
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if is_loader(prepared):
             return prepared
-        training = self._training
+        owner = self._training
         loader = wrapped(
             data_loader,
             prepared,
-            len(training.progress.loaders),
-            training.iterate,
+            len(owner.progress.loaders),
+            owner.iterate,
             ranks=self.num_processes,
             is_split=self.split_batches,
         )
-        training.progress.add(loader)
+        owner.progress.add(loader)
         self._dataloaders[-1] = loader
         return loader
 
