@@ -72,9 +72,9 @@ class Reads:
         self.counts: Counter[str] = Counter()
         real = reading.open_beneath
 
-        def opened(path: Path | str, *rest: Any, **more: Any) -> int:
-            self.counts[threading.current_thread().name] += 1
-            return real(path, *rest, **more)
+        def opened(path: Path | str, flags: int, **more: Any) -> int:
+            self.counts[threading.current_thread().name] += not flags & (os.O_WRONLY | os.O_RDWR)
+            return real(path, flags, **more)
 
         reading.open_beneath = opened
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import time
 from collections import Counter
@@ -31,9 +32,10 @@ class Reads:
         self._names: list[str] = []
         real = reading.open_beneath
 
-        def opened(path: Path | str, *rest: Any, **more: Any) -> int:
-            self._names.append(Path(path).name)
-            return real(path, *rest, **more)
+        def opened(path: Path | str, flags: int, **more: Any) -> int:
+            if not flags & (os.O_WRONLY | os.O_RDWR):
+                self._names.append(Path(path).name)
+            return real(path, flags, **more)
 
         monkeypatch.setattr(reading, "open_beneath", opened)
 
