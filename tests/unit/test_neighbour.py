@@ -18,7 +18,6 @@ from tests.support.runs import RunFolder
 from tests.support.slot_tables import make_table
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
-from holdfast.contracts.node import limits
 from holdfast.contracts.node.handshake import read_address
 from holdfast.contracts.records.protection import (
     COPIES,
@@ -332,7 +331,9 @@ def test_block_that_is_damaged_on_its_way_is_not_believed(
 
 
 def test_neighbour_without_memory_is_reported(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "free_memory", lambda: 1 << 20)
+    # Only the receiver has little memory.
+    few = SimpleNamespace(free_memory=lambda: 1 << 20)
+    monkeypatch.setattr(receiving, "limits", few)
     fill(two.slots[0], 5)
     wait_until(lambda: two.reports, "a report")
     problem = two.reports[0].problem
