@@ -322,7 +322,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     threading.stack_size(STACK_BYTES)
     # The job's scheduler is not asked to end anything.
-    leading_module.end_job = lambda context: None  # type: ignore[attr-defined]
+    leading_module.end_job = lambda context: None
     lead_module.RESTART_PAUSE_S = 0.0  # type: ignore[misc]
     reads = Reads()
     rows = []
