@@ -30,7 +30,7 @@ from torch.optim import AdamW
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.trainer import load_checkpoint
 from holdfast.trainer.ranks.collective import ControlGroup
-from holdfast.trainer.ranks.identity import find_place
+from holdfast.trainer.ranks.topology import find_place
 from holdfast.trainer.saving.engine import CheckpointEngine
 from holdfast.trainer.state.run_state import TrainingProgress
 from holdfast.trainer.state.train_state import TrainState

@@ -30,7 +30,8 @@ from holdfast.trainer.planning.custom import plan_custom
 from holdfast.trainer.planning.layout import Layout
 from holdfast.trainer.planning.ranks import plan_together
 from holdfast.trainer.ranks.collective import ControlGroup, HierarchicalGroup
-from holdfast.trainer.ranks.identity import Identity, MeshPlace, find_place
+from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.ranks.topology import MeshPlace, find_place
 from holdfast.trainer.saving.engine import CheckpointEngine
 
 

@@ -35,7 +35,8 @@ from holdfast.trainer.process.flusher_supervisor import FlusherSupervisor, wait_
 from holdfast.trainer.process.program import program_digest, program_stem
 from holdfast.trainer.ranks import forks
 from holdfast.trainer.ranks.collective import ControlGroup
-from holdfast.trainer.ranks.identity import Identity, find_place
+from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.ranks.topology import find_place
 
 # Access to a rank's Python stacks from the agent, whatever the rank is doing.
 #

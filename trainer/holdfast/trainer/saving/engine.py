@@ -29,7 +29,8 @@ from holdfast.trainer.planning.signature import Columns, Flat, Joined, TensorFac
 from holdfast.trainer.process import devices
 from holdfast.trainer.process.collector import pause_collection
 from holdfast.trainer.ranks.collective import Group, HierarchicalGroup, problem_of, tree_over
-from holdfast.trainer.ranks.identity import Identity, describe_mesh
+from holdfast.trainer.ranks.identity import Identity
+from holdfast.trainer.ranks.topology import describe_mesh
 from holdfast.trainer.saving.late import AT_ONCE, Completed, LateSave, Overlap
 from holdfast.trainer.slots.modes import MEMORY, Staging
 from holdfast.trainer.slots.slot_table import SlotTable
