@@ -12,8 +12,7 @@ import sqlite3
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.disk.filesystems import filesystem_of
-from holdfast.contracts.disk.paths import holdfast_home
+from holdfast.contracts.disk import filesystems, paths
 from holdfast.contracts.errors import LineageError
 
 URL_VARIABLE: Final = "HOLDFAST_DATABASE_URL"
@@ -36,7 +35,7 @@ MIGRATIONS: Final = _find_migrations()
 def database_url() -> str:
     """Return `$HOLDFAST_DATABASE_URL`, by default SQLite in `$HOLDFAST_HOME/holdfast.db`."""
     given = os.environ.get(URL_VARIABLE)
-    return given or f"sqlite:///{holdfast_home() / 'holdfast.db'}"
+    return given or f"sqlite:///{paths.holdfast_home() / 'holdfast.db'}"
 
 
 def head_revision() -> str:
@@ -88,7 +87,7 @@ def prepare_file(path: Path) -> None:
             f"{path.parent}: the folder cannot be created ({error.strerror}); set HOLDFAST_HOME to "
             f"a folder of your own on a local disk, or {URL_VARIABLE} to a PostgreSQL server"
         ) from error
-    mounted = filesystem_of(path)
+    mounted = filesystems.filesystem_of(path)
     if mounted.is_network:
         # SQLite's locks and shared memory do not work between hosts.
         raise LineageError(

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.trainer.format.plain_load import repack
-from holdfast.trainer.planning.layout import encode
-from holdfast.trainer.planning.rank_rows import is_marked_shard, problem_with_form
+from holdfast.trainer.planning import layout, rank_rows
 from holdfast.trainer.planning.signature import Encoded, is_plain
 
 State = dict[str, Any]
@@ -54,11 +53,11 @@ def form_of(value: Any) -> SaveForm:
         )
     if isinstance(value, ShardedTensor):
         return SaveForm.PLANNER if len(value.local_shards()) > 1 else SaveForm.ENGINE
-    if _HAS_MARKED_SHARDS and is_marked_shard(value):
+    if _HAS_MARKED_SHARDS and rank_rows.is_marked_shard(value):
         return SaveForm.PLANNER
     if isinstance(value, torch.Tensor):
         part = value._local_tensor if isinstance(value, DTensor) else value
-        return SaveForm.STOCK if problem_with_form(part) else SaveForm.ENGINE
+        return SaveForm.STOCK if rank_rows.problem_with_form(part) else SaveForm.ENGINE
     return SaveForm.ENGINE
 
 
@@ -79,7 +78,7 @@ def stageable(state: Mapping[str, Any]) -> State:
 
     def encoded(value: Any) -> Any:
         # Pickled now, while training waits: the object may change before the flusher writes it.
-        return value if is_plain(value) else Encoded(encode(value))
+        return value if is_plain(value) else Encoded(layout.encode(value))
 
     return {key: _with_others(value, encoded) for key, value in state.items()}
 

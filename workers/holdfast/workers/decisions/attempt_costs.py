@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.contracts.account.goodput import segments
-from holdfast.contracts.account.timeline import goodput_of, spans_of
+from holdfast.contracts.account import goodput, timeline
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.records.history import RunHistory
@@ -40,11 +39,11 @@ def measured_costs(history: RunHistory) -> Costs:
 
     Raises `SpecError` if the run has trained no step.
     """
-    spans, created_at = spans_of(history), history.record.created_at
+    spans, created_at = timeline.spans_of(history), history.record.created_at
     until = max((span.ended_at or span.started_at or 0.0 for span in spans), default=created_at)
     parts: defaultdict[str, float] = defaultdict(float)
     size_s = 0.0
-    for one in segments(spans, created_at=created_at, until=until):
+    for one in goodput.segments(spans, created_at=created_at, until=until):
         parts[one.part] += one.ended_at - one.began_at
         # Steps that were lost took as long as those that were kept, so both count for the time of a
         # step.
@@ -63,7 +62,7 @@ def measured_costs(history: RunHistory) -> Costs:
         for event in history.events
         if event.kind is EventKind.DECISION and event.data.get("action") == "relaunch"
     )
-    stopped_s = goodput_of(history, until=until).stopped_s
+    stopped_s = timeline.goodput_of(history, until=until).stopped_s
     return Costs(
         step_s=size_s / history.spec.gpus / steps,
         relaunch_s=max(0.0, stopped_s - delays_s) / len(spans),
