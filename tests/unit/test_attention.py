@@ -151,7 +151,7 @@ def test_a_checkpoint_is_too_old_after_several_usual_intervals() -> None:
     assert found["kind"] == "checkpoint_old"
     assert found["text"] == "no checkpoint for 10 min, where one usually comes every 1 min"
     assert found["since"] == 180
-    (fast,) = findings(facts(*saves(10, 20, 30, every=10), now=30 + 601))
+    (fast,) = find(facts(*saves(10, 20, 30, every=10), now=30 + 601))
     assert fast["text"] == "no checkpoint for 10 min, where one usually comes every 10 s"
     slow = saves(10, 20, 30, every=1000)
     assert kinds(*slow, now=3000 + 3000) == []

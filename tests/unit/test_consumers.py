@@ -16,12 +16,6 @@ from tests.support.runs import T0, RunFolder
 from holdfast.contracts.disk.journal import EventKind, JournalWriter
 from holdfast.contracts.disk.leases import readers
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.records.attempt import (
-    Claim,
-    Submission,
-    read_document,
-    write_document,
-)
 from holdfast.contracts.records.consumers import (
     ConsumerOrder,
     ConsumerOutcome,
@@ -30,6 +24,12 @@ from holdfast.contracts.records.consumers import (
     needs_supervisor,
     open_uses,
     uses_in,
+)
+from holdfast.contracts.records.documents import (
+    Claim,
+    Submission,
+    read_document,
+    write_document,
 )
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.records.reported import reported_metrics

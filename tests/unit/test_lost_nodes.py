@@ -15,7 +15,7 @@ from tests.support.histories import NOW, attempt_of, history_of, spec_of
 from tests.support.runs import RunFolder
 
 from holdfast.contracts.disk.journal import Event, EventKind, JournalWriter, read_journal
-from holdfast.contracts.records.attempt import LaunchRecord, newest_term
+from holdfast.contracts.records.documents import LaunchRecord, newest_term
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.spec.run_spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause

@@ -24,7 +24,7 @@ from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.disk.rank_logs import RankLog, choose_attempt, rank_logs
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.plain_text import counted, plain_output
-from holdfast.contracts.records.attempt import Request, read_document
+from holdfast.contracts.records.documents import Request, read_document
 from holdfast.contracts.redaction import read_masked
 
 FOLLOW_S_MAX: Final = 366 * 24 * 3600.0

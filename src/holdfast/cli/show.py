@@ -20,8 +20,7 @@ from holdfast.contracts.disk.journal import Event
 from holdfast.contracts.disk.paths import RunPaths, checkpoint_id, has_spec
 from holdfast.contracts.errors import reading_run
 from holdfast.contracts.plain_text import counted
-from holdfast.contracts.records import saving
-from holdfast.contracts.records.alerts import FAILED_SAVES_MAX, failed_saves, noticed
+from holdfast.contracts.records import alerts, known_damage, saving
 from holdfast.contracts.records.consumers import ConsumerState
 from holdfast.contracts.records.history import load_events, load_history
 from holdfast.contracts.records.orders import orders_of

@@ -156,7 +156,7 @@ def summarise(rank: int, record: Any) -> flight.RankFlight:
         for one in _transfers(name, calls, members.get(name, ()))
     ]
     latest = max(entries, key=_order, default=None)
-    return RankFlight(
+    return flight.RankFlight(
         rank=rank,
         groups=tuple(found[:GROUPS_MAX]),
         transfers=tuple(moved[:TRANSFERS_MAX]),

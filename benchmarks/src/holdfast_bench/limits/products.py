@@ -20,7 +20,8 @@ def rotation() -> torch.Tensor:
 
     Those of smaller random numbers become denormal, and on some processors forty times as slow.
     """
-    return torch.linalg.qr(torch.randn(MATRIX_WIDTH, MATRIX_WIDTH, device="cpu"))[0]
+    matrix: torch.Tensor = torch.linalg.qr(torch.randn(MATRIX_WIDTH, MATRIX_WIDTH))[0]
+    return matrix
 
 
 class Products:

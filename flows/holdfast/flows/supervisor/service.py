@@ -18,9 +18,10 @@ from typing import Final
 from holdfast.contracts.disk import durable, file_locks, visits
 from holdfast.contracts.disk.paths import RUN_NAME, RunPaths
 from holdfast.contracts.errors import RunConflictError
+from holdfast.contracts.records import supervision
 from holdfast.contracts.records.consumers import needs_supervisor
 from holdfast.contracts.records.history_cache import load_tallied
-from holdfast.contracts.records.supervision import is_supervised
+from holdfast.flows.supervisor import flow_lock
 from holdfast.flows.supervisor.carry import carry
 from holdfast.lineage.index import Index
 

@@ -21,7 +21,7 @@ from holdfast.contracts.disk.journal import Event, EventKind
 from holdfast.contracts.disk.paths import ConsumerPaths
 from holdfast.contracts.disk.reading import read_bounded
 from holdfast.contracts.errors import ForeignFileError, SpecError
-from holdfast.contracts.records.attempt import Document
+from holdfast.contracts.records.documents import Document
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.reported import read_number, require_metrics
 

@@ -83,8 +83,8 @@ def commit_together(
 
 def leave_part(parts: Path, part: dict[str, Any]) -> None:
     """Leave what a node wrote for the node that commits. Raises `OSError` if storage fails."""
-    make_directory(parts)
-    write_bytes(parts / part_name(part["node"]), to_json(part))
+    durable.make_directory(parts)
+    durable.write_bytes(parts / part_name(part["node"]), durable.to_json(part))
 
 
 def accept_commit(run: RunPaths, directory: Path, *, is_alone: bool) -> None:
@@ -111,11 +111,11 @@ def leave_failure(parts: Path, node: int, reason: str, *, for_all: bool) -> None
     """
     names = [part_name(node)] + ([FAILED_PART] if for_all else [])
     with contextlib.suppress(OSError):
-        make_directory(parts)
+        durable.make_directory(parts)
         # This node's own part stops the node that gathers. `failed.json` stops the nodes that only
         # wait.
         for name in names:
-            write_bytes(parts / name, to_json({"node": node, "error": reason}))
+            durable.write_bytes(parts / name, durable.to_json({"node": node, "error": reason}))
 
 
 def report_incomplete(table: SlotTable, reason: str) -> None:
@@ -273,7 +273,7 @@ class _Wait:
 
     def _look_at_parts(self, gathers: bool) -> None:
         """Raise `SaveError` if a node reports that the step failed. With `gathers`, read parts."""
-        if is_there(self._folder / FAILED_PART):
+        if filesystems.is_there(self._folder / FAILED_PART):
             self._raise_failure()
         if gathers:
             self._gather(_list(self._folder))
@@ -311,7 +311,7 @@ class _Wait:
         gone = [node for node in gone if node not in writers or writers[node] in lost]
         if gone:
             # A client may still remember that the part does not exist, see decision 48.
-            revalidate(self._folder)
+            filesystems.revalidate(self._folder)
             self._gather(_list(self._folder))
             gone = [node for node in gone if node not in self._parts]
         if gone:

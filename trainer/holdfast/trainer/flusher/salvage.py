@@ -135,7 +135,7 @@ def agree(
     folder, node, nodes = place.folder, place.node, place.nodes
     if nodes == 1:
         return Agreed(newest_common([steps]) if failed is None else None)
-    make_directory(folder)
+    durable.make_directory(folder)
     number = 1 if failed is None else failed.number + 1
     answer = _answer_path(folder, number)
     # The list is durable and complete before another node can read it.
@@ -143,7 +143,7 @@ def agree(
     timeout_s = LISTS_WAIT_S + filesystems.delay_s(folder)
     began, listed = time.monotonic(), frozenset[int]()
     lists: dict[int, list[int]] = {node: list(steps)}
-    while not is_there(answer):
+    while not filesystems.is_there(answer):
         waited_s, gone = time.monotonic() - began, frozenset(lost())
         if gone != listed:
             listed = _list_copies(folder, node, gone, held_for)
@@ -275,7 +275,7 @@ def _why_lost(folder: Path, missing: Collection[int], gone: Collection[int]) -> 
 
 def _answer(path: Path, **answer: Any) -> None:
     """Write the answer for all nodes, unless another node has written one."""
-    create_bytes(path, to_json(answer))
+    durable.create_bytes(path, durable.to_json(answer))
 
 
 def _answer_path(folder: Path, number: int) -> Path:

@@ -149,8 +149,8 @@ class Writer:
         resumed: bool = False,
         writers: Mapping[int, int] = NO_WRITERS,
         number: int = 1,
-        pace: Pace = at_full_speed,
-    ) -> Committed:
+        pace: files.Pace = files.at_full_speed,
+    ) -> files.Committed:
         """Write and commit a step; `writers` and `number` as `salvage.Agreed` has them."""
         peers = PeerState(
             self._abandonment_of(group),
@@ -251,7 +251,7 @@ class Writer:
         try:
             if group is not None:
                 held = [self._held[key].slot for key in group.slots]
-                images = [SlotImage(SlotTable.parse(slot.table), slot.data) for slot in held]
+                images = [files.SlotImage(SlotTable.parse(slot.table), slot.data) for slot in held]
             else:
                 images = self._images_of_copy(step)
                 group = StepGroup(found.launch, step, images[0].table.checkpoint, ())
@@ -270,14 +270,14 @@ class Writer:
         group = group or StepGroup(found.launch, step, f"the snapshot of step {step}", ())
         return Finished(group, committed, error)
 
-    def _images_of_copy(self, step: int) -> list[SlotImage]:
+    def _images_of_copy(self, step: int) -> list[files.SlotImage]:
         """Return this node's own copy of a step. Raises `SaveError` if it is not intact."""
         copied = self._exchange.own_copy(step)
         if copied is None:
             raise SaveError(f"this node's copy of its snapshot of step {step} is gone")
         if damaged := copied.damage():
             raise SaveError(f"this node's copy of step {step} is damaged: {damaged[0]}")
-        return [SlotImage(t, d) for t, d in zip(copied.tables, copied.data, strict=True)]
+        return [files.SlotImage(t, d) for t, d in zip(copied.tables, copied.data, strict=True)]
 
     def _abandonment_of(self, group: StepGroup) -> Callable[[], str | None]:
         def reason() -> str | None:

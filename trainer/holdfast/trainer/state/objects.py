@@ -30,11 +30,8 @@ from holdfast.trainer.state.names import Named, Views, as_buffer, copy_unless_sa
 from holdfast.trainer.state.run_state import ElasticRows, SavedRows
 from holdfast.trainer.state.torchdata_loaders import (
     check_kept_workers,
-    check_samplers,
     check_stream_of_datasets,
-    place_of,
     prepare_workers,
-    state_of,
 )
 
 SCHEDULER: Final = "scheduler"

@@ -69,7 +69,7 @@ class _Fetcher(fetch._IterableDatasetFetcher):
 
     def fetch(self, possibly_batched_index: Any) -> Any:
         try:
-            return super().fetch(possibly_batched_index)
+            return super().fetch(possibly_batched_index)  # type: ignore[no-untyped-call]
         except StopIteration:
             self.ended = True
             raise
@@ -112,7 +112,9 @@ def prepare_workers(loader: Any) -> None:
     method = getattr(dataset, "state_dict", None)
     if callable(method) and not isinstance(method, _CopiedState) and hasattr(dataset, "__dict__"):
         vars(dataset)["state_dict"] = _CopiedState(method)
-    is_read_by_workers = isinstance(dataset, IterableDataset) and getattr(loader, "num_workers", 0)
+    is_read_by_workers = (
+        isinstance(dataset, IterableDataset) and getattr(loader, "num_workers", 0) > 0
+    )
     if is_read_by_workers and not isinstance(loader.worker_init_fn, _KeptEnds):
         loader.worker_init_fn = _KeptEnds(loader)
 

@@ -38,15 +38,7 @@ from holdfast.workers.agent.watch.hangs import HangWatch
 from holdfast.workers.agent.watch.paired_test import PairedTests
 from holdfast.workers.decisions import causes, policy
 from holdfast.workers.decisions.blame import HUNG_IN_LOAD, crash_facts
-from holdfast.workers.decisions.causes import (
-    Ending,
-    RankFailure,
-    first_failure,
-    hung_ending,
-    with_numerics_stop,
-)
 from holdfast.workers.decisions.drained_nodes import NodePlan
-from holdfast.workers.decisions.policy import BUDGETS, decide_in_place
 
 # How a launch ended, from node 0's view.
 

@@ -279,8 +279,8 @@ class Consumers:
 
         A job that ends by itself after the signal of a preemption does not end as preempted.
         """
-        request = read_document(Request, paths.request)
-        submission = read_document(Submission, paths.submission)
+        request = documents.read_document(documents.Request, paths.request)
+        submission = documents.read_document(documents.Submission, paths.submission)
         if outcome.ending == "done" or request is None or submission is None:
             return False
         executor = executor_for(request.executor)
