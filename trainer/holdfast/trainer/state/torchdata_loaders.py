@@ -179,9 +179,9 @@ def place_of(item: Any, state: Any) -> Any:
         # A loader of nodes would begin again within the epoch at whose end the checkpoint was
         # made. torchdata 0.11 would then return the state of that end throughout the next one.
         item.restart_on_stop_iteration = False
+    check_workers(item, state)
     if not is_stateful_loader(item) or not isinstance(state, Mapping):
         return state
-    _check_workers(item, state)
     dataset, fetcher = item.dataset, state.get(_FETCHER) or {}
     saved, has_ended = state.get(_DATASET), fetcher.get(_ENDED) or state.get(_FINISHED)
     if saved is None or fetcher.get(_OF_ITERATOR) is not None or not has_ended:
@@ -193,14 +193,15 @@ def place_of(item: Any, state: Any) -> Any:
     return {**state, _DATASET: None}
 
 
-def _check_workers(loader: Any, state: Mapping[str, Any]) -> None:
-    if not state:
+def check_workers(loader: Any, state: Any) -> None:
+    """Raise `CheckpointError` if torchdata's loader had another number of workers in `state`."""
+    if not is_stateful_loader(loader) or not isinstance(state, Mapping) or not state:
         return
     before = state.get(_SNAPSHOT, {}).get("_main_snapshot", {}).get("_num_workers", 0)
     if loader.num_workers != before:
         raise CheckpointError(
             f"it had num_workers={before}, and now has num_workers={loader.num_workers}. Each "
-            "worker has a place of its own, so expected the same number; set it back to "
+            "worker has a separate place, so expected the same number; set it back to "
             f"{before}, or give the stream or the dataset to a loader that continues with any "
             "number: session.stream, or a DataLoader with session.sampler"
         )

@@ -367,6 +367,9 @@ class StreamLoader:
         the source or an option has changed.
         """
         now = self.facts()
+        # Earlier checkpoints have a digest of the names without the sizes of files.
+        if facts.get("digest") == digest_of("\0".join(self._names).encode()):
+            now["digest"] = facts["digest"]
         if changed := [key for key in _FIXED if facts.get(key) != now[key]]:
             raise CheckpointError(_describe(changed, facts, now))
         mine = [row for row in rows if row["part"] == self._part]

@@ -359,6 +359,7 @@ class TrainingData:
         for loader in filter(_has_state, self._loaders):
             torchdata_loaders.check_kept_workers(loader)
             torchdata_loaders.check_stream_of_datasets(loader)
+            torchdata_loaders.prepare_workers(loader)
         self._prepare_to_read_again(combined)
         if self._resumes_inside:
             self._log.begin(self._loaders, list(self._saved_rank.get("draws", ())))
@@ -555,6 +556,7 @@ def _states_of(loaders: list[Any]) -> list[Any]:
 def _load_states(loaders: list[Any], states: list[Any]) -> None:
     for loader, state in zip(loaders, states, strict=False):
         if state is not None and _has_state(loader):
+            torchdata_loaders.check_workers(loader, state)
             loader.load_state_dict(state)
 
 

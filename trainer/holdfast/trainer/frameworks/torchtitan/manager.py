@@ -27,7 +27,7 @@ from holdfast.trainer.frameworks.torchtitan import settings, streamed
 from holdfast.trainer.frameworks.torchtitan.loader import TokenDataLoader
 from holdfast.trainer.loading.checkpoint import load_checkpoint
 from holdfast.trainer.state.objects import RankLimited
-from holdfast.trainer.state.torchdata_loaders import prepare_workers
+from holdfast.trainer.state.torchdata_loaders import check_workers, prepare_workers
 from holdfast.trainer.streams.convert import why_inexact
 
 # What a checkpoint of a torchtitan trainer contains beside weights, optimizers and schedulers.
@@ -139,6 +139,7 @@ class LoaderState:
         return self._kind.state_dict(self._loader)
 
     def load_state_dict(self, state: Any) -> None:
+        check_workers(self._loader, state)
         self._kind.load_state_dict(self._loader, state)
         self.was_restored = True
 
