@@ -18,9 +18,8 @@ from typing import Final
 from holdfast.contracts.disk import durable, file_locks, visits
 from holdfast.contracts.disk.paths import RUN_NAME, RunPaths
 from holdfast.contracts.errors import RunConflictError
-from holdfast.contracts.records import supervision
+from holdfast.contracts.records import history_cache, supervision
 from holdfast.contracts.records.consumers import needs_supervisor
-from holdfast.contracts.records.history_cache import load_tallied
 from holdfast.flows.supervisor import flow_lock
 from holdfast.flows.supervisor.carry import carry
 from holdfast.lineage.index import Index
@@ -154,7 +153,7 @@ class SupervisorService:
         stamp = _stamp(paths)
         if stamp == self._ended.get(paths.name):
             return False
-        is_live = needs_supervisor(load_tallied(paths))
+        is_live = needs_supervisor(history_cache.load_tallied(paths))
         # The files may have changed since. Then the next look reads the run again.
         self._ended[paths.name] = () if is_live else stamp
         return is_live

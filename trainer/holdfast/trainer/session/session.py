@@ -386,8 +386,7 @@ class Session(StreamMethods):
     def enumerate(self, loader: Iterable[T]) -> Iterator[tuple[int, T]]:
         """Iterates over `loader` as `batches` does, with the number of each batch in its epoch.
 
-        The numbers count from 0. After a resume inside an epoch they continue, and do not begin
-        again, so `if (number + 1) % 4 == 0` is true for the same batches. Raises as `batches`.
+        The numbers count from 0 and continue after a resume inside an epoch. Raises as `batches`.
         """
         return self._number(loader, self._batches_per_step(loader))
 
@@ -397,8 +396,7 @@ class Session(StreamMethods):
         batches = iter(loader)
         if self._enter_loop(is_last=True):
             return
-        first = self._position.batches_before(parts, batches)
-        for number, batch in enumerate(self._checked(loader, batches), first):
+        for number, batch in self._numbered(loader, batches, parts):
             loop.is_inside_step, loop.was_left = True, False
             try:
                 yield number, batch

@@ -148,12 +148,15 @@ class StreamMethods:
         if in_step or not self._position.has_begun:
             self._report(note_on_open_loaders(self._state.saves))
 
-    def _checked(self, loader: Iterable[T], batches: Iterator[T]) -> Iterator[T]:
-        """Return the batches of `loader`, checked if it is an iterator around streams."""
+    def _numbered(
+        self, loader: Iterable[T], batches: Iterator[T], parts: int
+    ) -> Iterator[tuple[int, T]]:
+        """Number the batches of `loader`, and check them if it is an iterator around streams."""
+        first = self._position.batches_before(parts, batches)
         is_known = not self._streams or any(loader is made for made in self._streams)
-        if is_known or self._position.has_order or self._state.saves(loader):
-            return batches
-        return self._read_in_step(loader, batches)
+        if not (is_known or self._position.has_order or self._state.saves(loader)):
+            batches = self._read_in_step(loader, batches)
+        return enumerate(batches, first)
 
     def _read_in_step(self, loader: Iterable[T], batches: Iterator[T]) -> Iterator[T]:
         """Yield batches. Raises `SpecError` if one comes from what an earlier step has read."""
