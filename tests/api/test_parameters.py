@@ -154,6 +154,7 @@ BAD: Final[Mapping[str, tuple[Any, ...]]] = {
     "query:run": ("", "nobody", "../gpt", LONG[:121], ["gpt"] * 9),
     "query:token": (LONG[:201],),
     "header:last-event-id": (LONG[:101],),
+    f"GET {API}/events query:after": (LONG[:101],),
     "body:force": JSON_SWITCHES,
     "body:now": JSON_SWITCHES,
     "body:dry_run": JSON_SWITCHES,

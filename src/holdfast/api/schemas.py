@@ -9,12 +9,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from holdfast.api.tokens import Role
 from holdfast.contracts.records.annotations import NOTE_CHARACTERS_MAX
 from holdfast.contracts.records.orders import OrderState
-from holdfast.contracts.spec.tags import TAG, TAGS_MAX
+from holdfast.contracts.spec.tags import TAG, TAGS_MAX, problem_with_tag
 from holdfast.lineage.queries import durability, reports, views
 from holdfast.workers.checkpoints import exports
 
@@ -22,9 +22,19 @@ TOKEN_CHARACTERS_MAX: Final = 200
 TAG_SHOWN_MAX: Final = 200
 
 T = TypeVar("T")
-# Annotating refuses other tags, in words that a person understands.
+
+
+def _check_tag(tag: str) -> str:
+    if problem := problem_with_tag(tag):
+        raise ValueError(problem)
+    return tag
+
+
+# A field's pattern would be shown to people as it is.
 Tag = Annotated[
-    str, Field(max_length=TAG_SHOWN_MAX, json_schema_extra={"pattern": f"^{TAG.pattern}$"})
+    str,
+    Field(max_length=TAG_SHOWN_MAX, json_schema_extra={"pattern": f"^{TAG.pattern}$"}),
+    AfterValidator(_check_tag),
 ]
 
 

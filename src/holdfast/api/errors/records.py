@@ -184,7 +184,7 @@ def _answered(events: Iterable[Event]) -> set[tuple[str, ...]]:
 
 
 def _text(event: Event, answered: set[tuple[str, ...]]) -> str:
-    """Return what a line says as a sentence, or '' if it is no error."""
+    """Return what a line says as a sentence, or '' if it is not an error."""
     facts = event.data
     if event.kind in {EventKind.LAUNCH_STARTED, EventKind.HANG_CLEARED}:
         return ""

@@ -181,7 +181,7 @@ def _all_facts(
 ) -> dict[str, str | None]:
     """Return the facts of a launch as text, those that people look for first.
 
-    What is recorded of one of the two only is no difference.
+    What is recorded of one of the two only is not a difference.
     """
     found: dict[str, str | None] = {
         "hosts": ", ".join(one.hosts) if one.hosts and other.hosts else None,

@@ -198,7 +198,7 @@ def _read_cursor(after: str | None) -> tuple[int, LogName | None]:
     match = _CURSOR.fullmatch(after)
     name = LogName.parse(match[2]) if match else None
     if match is None or name is None:
-        raise QueryError("after is no cursor of this search; expected `next` of the last answer")
+        raise QueryError("after is not a cursor of this search; expected `next` of the last answer")
     return int(match[1]), name
 
 

@@ -20,7 +20,7 @@ RANKS_MAX: Final = 4096
 BUCKETS_MAX: Final = 1000
 WORST: Final = 10
 LAUNCHES_MAX: Final = 100
-# A rank that was slow in fewer buckets is no straggler.
+# A rank that was slow in fewer buckets is not a straggler.
 SLOW_BUCKETS_MIN: Final = 3
 # Printable characters that JSON does not escape. The first one is "no value".
 ALPHABET: Final = " " + "".join(chr(c) for c in range(0x21, 0x7F) if chr(c) not in '"\\')
