@@ -36,7 +36,7 @@ nitpick_ignore_regex = [
 myst_enable_extensions = ["colon_fence", "attrs_inline"]
 # Headings are targets, down to this level, under the names that GitHub gives them.
 myst_heading_anchors = 4
-# Links to files of the repository that are no pages; see infra/docs/holdfast_docs/sources.py.
+# Links to files of the repository that are not pages; see infra/docs/holdfast_docs/sources.py.
 myst_url_schemes = ["http", "https", "mailto", "source"]
 
 default_role = "code"

@@ -212,7 +212,7 @@ def test_files_of_another_group_are_not_shared_with_the_own_group(tmp_path: Path
 )
 def test_names_that_no_tensor_has_are_refused(tmp_path: Path, name: str) -> None:
     write_raw(tmp_path / "model.safetensors", {name: F4})
-    with pytest.raises(CheckpointError, match="is no name of a tensor") as caught:
+    with pytest.raises(CheckpointError, match="is not a name of a tensor") as caught:
         open_source(tmp_path)
     assert str(caught.value).isprintable()
 

@@ -116,7 +116,7 @@ def test_a_tar_that_was_cut_off_is_refused_before_the_first_step(tmp_path: Path)
     border = read(TarShards([path]))[9][1]
     for size in (border, border + 700, 1):
         path.write_bytes(content[:size])
-        with pytest.raises(SpecError, match=r"was cut off|is no tar"):
+        with pytest.raises(SpecError, match=r"was cut off|is not a tar"):
             TarShards([path]).shards()
     # A shard that the check did not reach is checked when it is read.
     for size, problem in ((border, "was cut off"), (border + 700, "cannot be read at byte")):
@@ -127,7 +127,7 @@ def test_a_tar_that_was_cut_off_is_refused_before_the_first_step(tmp_path: Path)
     with pytest.raises(SpecError, match="cannot be read at byte"):
         read(TarShards([path]))
     path.write_text("text\n" * 300)
-    with pytest.raises(SpecError, match="is no tar"):
+    with pytest.raises(SpecError, match="is not a tar"):
         TarShards([path]).shards()
 
 

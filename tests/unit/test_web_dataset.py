@@ -152,7 +152,7 @@ def test_shards_that_cannot_be_read_in_part_are_refused(urls: str, tmp_path: Pat
     with pytest.raises(SpecError, match="name the files"):
         as_source(dataset(f"{tmp_path}/"))
     (tmp_path / "0.tar").write_bytes(b"0" * 2048)
-    with pytest.raises(SpecError, match="is no tar"):
+    with pytest.raises(SpecError, match="is not a tar"):
         as_source(dataset(urls)).shards()
     with pytest.raises(TypeError, match=r"expected a webdataset\.WebDataset"):
         as_source(filters.map(noisy))

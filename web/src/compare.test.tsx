@@ -84,7 +84,7 @@ describe("the curves of a run", () => {
       .toContain("name=steps_per_s");
   });
 
-  it("report values that are no numbers, and those that a logarithm cannot show", async () => {
+  it("report values that are not numbers, and those that a logarithm cannot show", async () => {
     openPage("/runs/gpt?log=true", {
       "GET /runs/gpt/metrics": [series({ loss: [1, 0, null], gain: [-1, -2, -3] })] });
     const heading = await screen.findByRole("heading", { name: /^loss/ });

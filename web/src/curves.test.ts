@@ -34,7 +34,7 @@ describe("the axis of curves", () => {
     expect(x(TRAINING)).toEqual([10, 20, 30, 40]);
   });
 
-  it("can be a metric that only grows, which is no curve of its own then", () => {
+  it("can be a metric that only grows, which is not a curve of its own then", () => {
     expect(countersOf(TWO)).toEqual(["tokens"]);
     const curves = stitch(TWO, "tokens");
     expect(curves.map(({ name }) => name)).toEqual(["loss", "steps per second"]);

@@ -19,7 +19,7 @@ export function startWorker(): LayoutWorker {
       reject(new Error("The layout of graphs could not be loaded from the server."));
     };
   });
-  // The caller that waits for a layout handles it. Before that, it is no error of the page.
+  // The caller that waits for a layout handles it. Before that, it is not an error of the page.
   failed.catch(() => undefined);
   started = { worker, failed };
   return started;

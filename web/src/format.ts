@@ -18,7 +18,7 @@ function inLocale(value: number, options: Intl.NumberFormatOptions): string {
   return known.format(value);
 }
 
-/** A number with exactly `digits` decimals; a dash for a value that is no number. */
+/** A number with exactly `digits` decimals; a dash for a value that is not a number. */
 export function decimal(value: unknown, digits: number): string {
   if (typeof value !== "number" || !Number.isFinite(value)) return NONE;
   return inLocale(value, { minimumFractionDigits: digits, maximumFractionDigits: digits });

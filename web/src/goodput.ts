@@ -8,7 +8,7 @@ const isNumber = (value: unknown): value is number =>
 const NUMBERS = ["total_s", "ettr", "gpu_hours", "preemption_gpu_hours", "steps_lost"] as const;
 const MONEY = ["cost", "preemption_cost", "on_demand_cost", "saved"] as const;
 
-/** The goodput with all its numbers; null if it is no account of a run's time. */
+/** The goodput with all its numbers; null if it is not an account of a run's time. */
 export function readGoodput(given: unknown): Goodput | null {
   if (typeof given !== "object" || given === null) return null;
   const facts = given as Record<string, unknown>;

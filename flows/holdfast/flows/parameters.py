@@ -258,7 +258,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _expected_list(where: str, value: Any) -> str:
-    """Return what to write instead of `value`, which is no list."""
+    """Return what to write instead of `value`, which is not a list."""
     if not isinstance(value, str):
         return "a list"
     if where.rpartition(".")[2] not in _ARGUMENTS:

@@ -516,7 +516,7 @@ def _names(text: str, folded: str) -> list[int] | None:
             continue
         before = text[max(0, at - NAME_CHARACTERS_MAX) : at]
         start = at - len(before) + len(before.rstrip(_NAME_CHARACTERS))
-        # A longer word is no name.
+        # A longer word is not a name.
         if start == 0 or start > at - NAME_CHARACTERS_MAX:
             is_escaped = text[max(0, start - 1) : start] == "\\" and text[start] in _ESCAPES
             found.append(start + is_escaped)

@@ -132,7 +132,7 @@ QUEUE_MAX: Final = 100_000
 CLOSE_TIMEOUT_S: Final = 30.0
 # A slow storage must not delay a resume by more.
 JOURNAL_WAIT_S: Final = 5.0
-# The names of a line that are no metrics.
+# The names of a line that are not metrics.
 RESERVED: Final = ("step", "time")
 NOTHING: Final[Mapping[str, str]] = {}
 
@@ -324,7 +324,7 @@ def number_of(value: Any, given: str) -> float:
     if type(value) is float:
         return value
     try:
-        # The type of a value that is no number is reported below.
+        # The type of a value that is not a number is reported below.
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             if not isinstance(value, str | bytes | bytearray):
                 return float(value)

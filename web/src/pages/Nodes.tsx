@@ -38,7 +38,7 @@ function Faults({ host }: { host: string }) {
   const panel = useRef<HTMLElement>(null);
   // In a narrow window, the panel is above the table, far from the selected row.
   useEffect(() => {
-    // Newer browsers return a promise, which is no function that ends an effect.
+    // Newer browsers return a promise, which is not a function that ends an effect.
     void panel.current?.scrollIntoView({ block: "nearest" });
   }, [host]);
   return (

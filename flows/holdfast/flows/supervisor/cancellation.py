@@ -127,7 +127,7 @@ def find_supervised(root: Path, flow_run: str) -> RunPaths | None:
 
 
 def last_supervisor(paths: RunPaths) -> str:
-    """Return the flow run that supervised the run last; '' if that was no flow run."""
+    """Return the flow run that supervised the run last; '' if that was not a flow run."""
     taken = last_supervision(paths)
     return str(taken.data.get("flow_run") or "") if taken else ""
 

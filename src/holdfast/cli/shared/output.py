@@ -254,6 +254,6 @@ def time_text(moment: str | float | None, *, zone: bool = False) -> str:
             else datetime.fromtimestamp(moment, UTC)
         )
     except (ValueError, OverflowError, OSError):
-        # Such as the text of a number that is no time.
+        # Such as the text of a number that is not a time.
         return str(moment)
     return when.astimezone().strftime(f"%Y-%m-%d %H:%M:%S{' %Z' if zone else ''}")

@@ -58,7 +58,7 @@ def server_parts(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         usable = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
-    except ValueError:  # A port that is no number, or brackets without an IPv6 address.
+    except ValueError:  # A port that is not a number, or brackets without an IPv6 address.
         usable = None
     if not usable or parts.username:
         raise SpecError(f"{url!r}: expected the address of a server, such as https://runs.lab")

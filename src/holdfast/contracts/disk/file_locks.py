@@ -124,7 +124,7 @@ def _open_or_create(folder: int, name: str) -> tuple[int, bool]:
 
 
 def _check(handle: int, path: Path, place: os.stat_result, *, owner_only: bool) -> None:
-    """Raise `ForeignFileError` for a file that is no lock, or whose owner's lock does not count."""
+    """Raise `ForeignFileError` for a file that is not a lock, or whose owner's does not count."""
     facts = os.fstat(handle)
     if not stat.S_ISREG(facts.st_mode):
         raise ForeignFileError(path, _NO_LOCK)

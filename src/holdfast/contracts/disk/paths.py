@@ -97,7 +97,7 @@ def _given_folder(variable: str) -> Path | None:
 def given_folder(given: str | Path, name: str) -> Path:
     """Return a folder that a person gave as an absolute path; `name` is the option or variable.
 
-    It may be missing. Raises `SpecError` for a file, and for what is no path, such as a URL.
+    It may be missing. Raises `SpecError` for a file, and for what is not a path, such as a URL.
     """
     text = str(given)
     if not text.strip() or _URL.match(text):

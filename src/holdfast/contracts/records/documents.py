@@ -396,7 +396,7 @@ def read_document(kind: type[D], path: Path) -> D | None:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"])) or "the document"
-        # Without its record, a folder is no run.
+        # Without its record, a folder is not a run.
         last = "move the run's folder out of the root"
         if kind is not RunRecord:
             last = "save the run's checkpoints and delete the attempt's folder"

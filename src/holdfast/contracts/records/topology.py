@@ -163,7 +163,7 @@ def _mesh_of(manifest: SavedTopology) -> Mapping[str, int]:
 
 
 def _size(value: object) -> int | None:
-    """Return the size of a mesh dimension, or None if it is no whole number above 0."""
+    """Return the size of a mesh dimension, or None if it is not a whole number above 0."""
     return value if type(value) is int and value > 0 else None
 
 

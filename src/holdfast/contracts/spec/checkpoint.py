@@ -268,7 +268,7 @@ def write_limit(env: Mapping[str, str] = os.environ) -> int | None:
 def doubling_steps(env: Mapping[str, str] = os.environ) -> int | None:
     """Return `checkpoint.doubling_steps`, as the ranks have it.
 
-    Raises `SpecError` if the environment variable is no number of steps.
+    Raises `SpecError` if the environment variable is not a number of steps.
     """
     given = env.get(environment.CHECKPOINT_DOUBLING_STEPS)
     if not given:

@@ -99,7 +99,7 @@ class SpecPart(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=False)
     # Without `strict`, pydantic takes `true` for 1 and text for a number, see decision 88.
-    # Text is no number, a number is no text, and true and false are neither. The plugin of mypy
+    # Text is not a number, a number is not text, and true and false are neither. The plugin of mypy
     # does not see it here, so Python code may give tables for parts.
     model_config["strict"] = True
 
@@ -175,7 +175,7 @@ def unknown_keys(recorded: Mapping[str, Any], model: type[SpecPart], where: str 
 
 
 def section(spec: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Return the section under `names`, each inside the one before; empty if it is no table."""
+    """Return the section under `names`, each inside the one before; empty if it is not a table."""
     found: Any = spec
     for name in names:
         found = found.get(name) if isinstance(found, Mapping) else None

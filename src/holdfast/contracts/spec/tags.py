@@ -17,7 +17,7 @@ _SHOWN: Final = 80
 
 
 def problem_with_tag(tag: object) -> str | None:
-    """Return why `tag` is no tag, or None."""
+    """Return why `tag` is not a tag, or None."""
     if isinstance(tag, str) and TAG.fullmatch(tag):
         return None
     return (

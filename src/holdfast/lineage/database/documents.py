@@ -110,7 +110,7 @@ def _number_in_sqlite(element: _NumberIn, compiler: SQLCompiler, **options: Any)
 @compiles(_NumberIn)
 def _number_in_postgresql(element: _NumberIn, compiler: SQLCompiler, **options: Any) -> str:
     column, path = (compiler.process(one, **options) for one in element.clauses)
-    # With `silent`, a value that is no number is NULL. A cast would fail.
+    # With `silent`, a value that is not a number is NULL. A cast would fail.
     number = f"jsonb_path_query_first({column}, ({path} || '.double()')::jsonpath, '{{}}', true)"
     return f"CAST({number} AS double precision)"
 

@@ -71,7 +71,7 @@ class MetricSeries:
         with open(open_regular(path, below=folder_of(path)), "rb") as stream:
             stream.seek(self.offset)
             while line := stream.readline(LINE_BYTES_MAX):
-                # A line of more than the limit is passed in pieces, each of which is no metric.
+                # A line of more than the limit is passed in pieces, each of which is not a metric.
                 if not line.endswith(b"\n") and len(line) < LINE_BYTES_MAX:
                     # The writer has not finished this line; the next read will get it.
                     break

@@ -134,7 +134,7 @@ def _start_of(attempt: views.AttemptView) -> str | None:
 
 
 def _time(moment: str | None) -> str | None:
-    """Return a time of the index; None for a text that is no time, which the format forbids."""
+    """Return a time of the index; None for a text that is not a time, which the format forbids."""
     return None if unix_time(moment) is None else moment
 
 

@@ -261,7 +261,7 @@ def note_on_open_loaders(is_saved: Callable[[object], bool]) -> str:
     """Return a note if the program reads a stream whose place no checkpoint has, or an empty text.
 
     A loop over steps does not name its loader, and the program may skip what it has read by itself,
-    so this is no error. `is_saved` says whether a dataset or a loader is part of a checkpoint.
+    so this is not an error. `is_saved` says whether a dataset or a loader is part of a checkpoint.
     torchdata's loaders keep a state, so they are left out here.
     """
     if not any(_open_loaders(is_saved)):

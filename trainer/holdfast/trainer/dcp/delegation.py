@@ -57,7 +57,7 @@ def directory_of_load(checkpoint_id: CheckpointId, reader: StorageReader | None)
 
 
 def target_of(directory: Path) -> Path:
-    """Return the directory that a link such as `latest` names, or `directory` if it is no link.
+    """Return the directory that a link such as `latest` names, or `directory` if it is not a link.
 
     Links above it stay: they may differ between nodes, such as those of an automounter.
     """

@@ -101,7 +101,7 @@ def find_unreadable(value: Any, key: str = "") -> dict[str, str]:
 
 
 def loadable(state: Mapping[str, Any]) -> State:
-    """Return a copy of the containers of `state`, with None for each value that is no tensor.
+    """Return a copy of the containers of `state`, with None for each value that is not a tensor.
 
     A load fills the tensors in place and puts the values where they belong.
     """
@@ -109,7 +109,7 @@ def loadable(state: Mapping[str, Any]) -> State:
 
 
 def _with_others(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `value` with `change` applied to all that is no tensor and no container of entries."""
+    """Return `value` with `change` applied to all but tensors and containers of entries."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Mapping):

@@ -285,7 +285,7 @@ def owned_by(key: str, documents: Iterable[str]) -> bool:
 
 
 def plain_values(documents: Mapping[str, Any]) -> dict[OBJ_PATH, Any]:
-    """Return the values of schedulers and extras that are no tensors, by path as stock DCP has it.
+    """Return the values of schedulers and extras that are not tensors, by path as stock DCP has it.
 
     Tensors are entries of the checkpoint already.
     """
@@ -341,7 +341,7 @@ def _split(rest: str, names: Mapping[str, int]) -> tuple[str | None, str]:
 # The file names that Hugging Face's libraries use.
 HF_WHOLE: Final = "model.safetensors"
 HF_SHARD: Final = "model-{number:05d}-of-{count:05d}.safetensors"
-# In a folder of DCP: the values of schedulers and extras that are no tensors.
+# In a folder of DCP: the values of schedulers and extras that are not tensors.
 VALUES: Final = "__values_0.distcp"
 HF_INDEX: Final = "model.safetensors.index.json"
 
@@ -479,7 +479,7 @@ def _nested(source: ExportSource, more: Mapping[OBJ_PATH, Any]) -> dict[str, Any
 
 
 def _add_values(metadata: dcp.Metadata, values: Mapping[OBJ_PATH, Any], place: Path) -> None:
-    """Add values that are no tensors to a copied DCP folder, in a separate file."""
+    """Add values that are not tensors to a copied DCP folder, in a separate file."""
     entries, stored, paths = {}, {}, {}
     with open(place / VALUES, "wb") as stream:
         for path, value in values.items():

@@ -45,7 +45,7 @@ _OF_A_STAGE: Final = re.compile(r"pp(\d+)/\.metadata")
 def parse_metadata(content: bytes, source: str) -> Metadata:
     """Return the metadata in `content`. `source` names it in errors.
 
-    Raises `DamagedCheckpointError` if it is no DCP metadata, or names anything except DCP's own
+    Raises `DamagedCheckpointError` if it is not a DCP metadata, or names anything except DCP's own
     classes. No code of such a file is run.
     """
     return _parse(iter((content,)), source)

@@ -73,11 +73,11 @@ def find_maker(module: str, name: str) -> Any:
 def make_size(extents: Any = ()) -> torch.Size:
     """Return a `torch.Size` of integers that are possible for a tensor."""
     if type(extents) not in {tuple, list, torch.Size} or len(extents) > DIMENSIONS_MAX:
-        raise RefusedPickle(f"a size that is no sequence of at most {DIMENSIONS_MAX} dimensions")
+        raise RefusedPickle(f"a size that is not a sequence of at most {DIMENSIONS_MAX} dimensions")
     # A negative or huge extent would pass for a size until torch allocates by it.
     for extent in extents:
         if type(extent) is not int or not 0 <= extent <= _INT64_MAX:
-            raise RefusedPickle("a size with a dimension that is no int64 of 0 or more")
+            raise RefusedPickle("a size with a dimension that is not an int64 of 0 or more")
     return torch.Size(extents)
 
 
@@ -97,7 +97,7 @@ def make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
 def _path(*parts: Any) -> str:
     """Return a path as a string. Stock DCP stores the directory it wrote to; it is not used."""
     if not all(type(part) is str for part in parts):
-        raise RefusedPickle("a path with a part that is no text")
+        raise RefusedPickle("a path with a part that is not text")
     return posixpath.join("", *parts)
 
 
@@ -121,7 +121,9 @@ def _format(number: Any = None) -> dcp._MEM_FORMAT_ENCODING:
 def _fill_properties(made: Any, state: Any) -> None:
     """Take the state tuple that `TensorProperties.__getstate__` returns."""
     if type(state) is not tuple or len(state) < PROPERTIES:
-        raise RefusedPickle(f"tensor properties that are no tuple of {PROPERTIES} values or more")
+        raise RefusedPickle(
+            f"tensor properties that are not a tuple of {PROPERTIES} values or more"
+        )
     dtype, layout, requires_grad, memory_format, pin_memory = state[:PROPERTIES]
     is_sound = (
         type(dtype) is torch.dtype
@@ -153,7 +155,7 @@ def _fill_index(made: Any, state: Any) -> None:
     if type(state) is not dict or type(state.get("fqn")) is not str:
         raise RefusedPickle("an index without a key")
     if type(state.get("offset")) not in {torch.Size, type(None)}:
-        raise RefusedPickle("an index with an offset that is no torch.Size")
+        raise RefusedPickle("an index with an offset that is not a torch.Size")
     _fill(made, state)
 
 

@@ -21,7 +21,7 @@ from holdfast.contracts.plain_text import counted
 from holdfast.contracts.spec.sections import Numerics, NumericsAction
 from holdfast.trainer.data.order import SkipWindow
 
-# A converged loss hardly deviates, so an increase below this share of the median is no spike.
+# A converged loss hardly deviates, so an increase below this share of the median is not a spike.
 SPIKE_SHARE_MIN: Final = 0.5
 # The minimum share of a full window before any loss counts as a spike.
 WINDOW_SHARE_MIN: Final = 0.25

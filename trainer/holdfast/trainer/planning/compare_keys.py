@@ -206,7 +206,7 @@ def names_of(given: object, parameter: str) -> tuple[str, ...]:
         raise TypeError(f"{parameter}={given!r}: expected a name, or a list of names")
     for name in names:
         if not isinstance(name, str) or not name:
-            raise TypeError(f"{parameter}={given!r}: {name!r} is no name; expected text")
+            raise TypeError(f"{parameter}={given!r}: {name!r} is not a name; expected text")
     return tuple(names)
 
 

@@ -66,7 +66,7 @@ def survive() -> None:
 
 
 def survive_in_session() -> None:
-    """Let a process with a session survive, which is no rank of torchrun if that only started it.
+    """Let a process with a session survive, not a rank of torchrun if that only started it.
 
     The default actions are replaced too.
     """

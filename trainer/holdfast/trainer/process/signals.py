@@ -191,7 +191,7 @@ class FailureRecord:
 
     def write(self, error: BaseException) -> None:
         """Write `error` once to torchrun's error file. Without torchrun, do nothing."""
-        # `SystemExit` and `KeyboardInterrupt` are no failures of the program.
+        # `SystemExit` and `KeyboardInterrupt` are not failures of the program.
         if error is self._recorded or not isinstance(error, Exception):
             return
         if os.getpid() != self._owner:

@@ -217,7 +217,7 @@ class Saver:
     def prepare(self) -> None:
         """Plan for the current state. All ranks call this together. Raises `SaveError`."""
         self._record.beat(Phase.SAVE)
-        # Saves of the old plan end first. Slow storage is no hang, so report that the rank lives.
+        # Saves of the old plan end first. Slow storage is not a hang, so say that the rank lives.
         self.wait()
         state = self._take_captured()[0]
         self._require_loadable(state)

@@ -78,7 +78,7 @@ def choose(key: str, argument: Given, default: int | str = AUTO) -> Setting:
     if own is not None:
         own = replace(own, value=_plain(own.value))
     if text := os.environ.get(written.OF_PROGRAM[key]):
-        # Longer digits are no number of steps, and `int` refuses very long ones.
+        # Longer digits are not a number of steps, and `int` refuses very long ones.
         is_count = text.isascii() and text.isdecimal() and len(text) < DIGITS_MAX
         value = int(text) if is_count else text
         return Setting(key, value, _source_of(key), None if own and own.is_default else own)

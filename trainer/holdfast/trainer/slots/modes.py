@@ -99,12 +99,12 @@ def _places() -> list[str]:
 def _problem_with(directory: Path) -> str:
     """Return why images cannot lie in a directory, "" if they can."""
     if not directory.is_dir():
-        return "is no directory"
+        return "is not a directory"
     if not os.access(directory, os.W_OK | os.X_OK):
         return "is not writable"
     mounted = filesystem_of(directory)
     if mounted.kind in NODE_LOCAL:
         return f"is in memory ({mounted.kind}), so images there would need as much of it"
     if mounted.is_network:
-        return f"is on {mounted.kind}, which is no disk of this node"
+        return f"is on {mounted.kind}, which is not a disk of this node"
     return ""

@@ -56,7 +56,7 @@ def weights_in(opened: Opened) -> tuple[dict[str, str], list[str]]:
     """Return the names of the weights by key, and the other parts of the checkpoint.
 
     The weights are at `weights_at`. A checkpoint of one flat state dict is only weights.
-    Raises `CheckpointError` for a value that is no tensor.
+    Raises `CheckpointError` for a value that is not a tensor.
     """
     entries = opened.metadata.state_dict_metadata
     at = weights_at(opened)

@@ -61,7 +61,7 @@ def read_safetensors(files: tensors.SourceFiles, path: str) -> list[tensors.Sour
             raise CheckpointError(
                 f"{where}: it begins with a header of {length} bytes, but the file has {size}; "
                 f"expected a header of at most {HEADER_BYTES_MAX} bytes inside the file. The file "
-                "is cut short, or is no safetensors file"
+                "is cut short, or is not safetensors file"
             )
         content = _read(handle, length)
     finally:

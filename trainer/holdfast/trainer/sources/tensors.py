@@ -261,7 +261,7 @@ def check_all(parts: Sequence[SourcePart], files: SourceFiles, where: Path) -> N
     for part in parts:
         if not part.name.isprintable() or {"", "..", "."} & set(part.name.split("/")):
             raise CheckpointError(
-                f"{where}: {part.name[:NAME_SHOWN]!a} is no name of a tensor; expected "
+                f"{where}: {part.name[:NAME_SHOWN]!a} is not a name of a tensor; expected "
                 "printable characters and no `..`. Save it under another name"
             )
     check_empty(sum(not part.bytes for part in parts), str(where))

@@ -214,7 +214,7 @@ def _has_tensors(value: dict[Any, Any]) -> bool:
 def part_of(name: Any, value: Any, path: str, where: str) -> tensors.SourcePart:
     """Return the part of one entry of a state dict. Raises `CheckpointError` for other values."""
     if not isinstance(name, str):
-        raise CheckpointError(f"{where}: the key {name!r} is no text; expected a parameter's name")
+        raise CheckpointError(f"{where}: the key {name!r} is not text; expected a parameter's name")
     if not isinstance(value, Stored):
         kind = "sparse or special tensor" if isinstance(value, Other) else type(value).__name__
         raise CheckpointError(

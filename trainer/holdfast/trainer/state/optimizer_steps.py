@@ -148,7 +148,7 @@ class StepWatch:
         for other in others:
             theirs = _parameters(other)
             for number, known in enumerate(self._optimizers):
-                # A wrapper of a known optimizer steps too. It is no replacement if the known one
+                # A wrapper of a known optimizer steps too. It is not a replacement if the known one
                 # has stepped.
                 if number not in self.stepped and not theirs.isdisjoint(_parameters(known)):
                     return (

@@ -264,7 +264,7 @@ class OptimizerState:
         return found
 
     def _require_mapping(self, owner: str, values: Any) -> None:
-        """Raise `CheckpointError` if the state of a parameter is no mapping."""
+        """Raise `CheckpointError` if the state of a parameter is not a mapping."""
         if not isinstance(values, Mapping):
             raise CheckpointError(
                 f"optimizer.{STATE}.{owner}: the state that {type(self._optimizer).__name__} "

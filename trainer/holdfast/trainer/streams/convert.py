@@ -493,9 +493,9 @@ def as_source(given: Any) -> Source:
         return from_web_dataset(given)
     if is_streaming_dataset(given):
         raise TypeError(
-            f"source={type(given).__name__}: it divides its samples itself, so it is no source of "
-            "shards; pass it to session.stream, or as the dataset of a framework's loader, without "
-            "StreamDataset"
+            f"source={type(given).__name__}: it divides its samples itself, so it is not a source "
+            "of shards; pass it to session.stream, or as the dataset of a framework's loader, "
+            "without StreamDataset"
         )
     if "grain" in packages:
         raise TypeError(

@@ -34,7 +34,7 @@ _FIXED: Final = (
     *("shuffle_seed", "shuffle_block_size", "sampling_method", "sampling_granularity"),
     *("batching_method", "partition_algo", "replication"),
 )
-# The part of Streaming's state that is no position.
+# The part of Streaming's state that is not a position.
 _KEPT: Final = ("num_canonical_nodes", "shuffle_seed", "initial_physical_nodes")
 # Ways to make batches that Streaming continues at any number of ranks, and after any batch.
 _BATCHING: Final = "random"

@@ -57,7 +57,7 @@ class TarShards(Source):
     def shards(self) -> Sequence[str]:
         """Return the paths with the sizes of the files.
 
-        Raises `OSError` if one is missing, and `SpecError` if one is no tar or was cut off.
+        Raises `OSError` if one is missing, and `SpecError` if one is not a tar or was cut off.
         """
         until = time.monotonic() + CHECK_S
         names = []
@@ -157,7 +157,7 @@ def _check_ends(path: str, size: int) -> None:
             tarfile.TarInfo.frombuf(first, tarfile.ENCODING, "surrogateescape")
         except tarfile.TarError as error:
             raise SpecError(
-                f"the shard {path} is no tar ({error}); expected one, which gzip may have "
+                f"the shard {path} is not a tar ({error}); expected one, which gzip may have "
                 "compressed"
             ) from error
         file.seek(max(0, size - BLOCK))

@@ -270,7 +270,7 @@ class Consumers:
             outcome = ConsumerOutcome.failed(f"its records cannot be read: {error}")
             is_preempted = False
         if outcome is not None and is_preempted is not None:
-            # A preemption is no failure, and does not count as a try.
+            # A preemption is not a failure, and does not count as a try.
             use = replace(use, tries=use.tries - is_preempted)
             self._end(use, consumer, outcome, uses, journal)
 

@@ -404,7 +404,7 @@ def was_signalled(outcome: Outcome) -> bool:
 
 
 def is_certain(outcome: Outcome) -> bool:
-    """Return True if the agent saw the scheduler preempt the job, or its cause is no guess."""
+    """Return True if the agent saw the scheduler preempt the job, or its cause is not guess."""
     if any(_PREEMPT_TIME.search(line) for line in outcome.evidence):
         return True
     return not was_signalled(outcome) and outcome.cause not in _GUESSES

@@ -67,7 +67,7 @@ def read_error_file(content: bytes) -> tuple[str, float]:
 
 
 def _time(value: Any) -> float:
-    """Return Unix seconds, or 0 for a number that is no time."""
+    """Return Unix seconds, or 0 for a number that is not a time."""
     seconds = float(value)
     return seconds if 0 <= seconds <= TIME_MAX else 0.0
 

@@ -345,10 +345,10 @@ def _counts(attempt: AttemptView) -> bool:
 def _attempts_without_progress(history: RunHistory) -> int:
     """Return the number of last attempts in a row that committed no new step.
 
-    An operator's relaunch is no failure and starts the count again. So does a checkpoint that was
-    blamed for the crashes before. A preempted attempt says
-    nothing about the run and is not counted. Neither is one that ended by the failure of nodes that
-    had failed before: the run had to use them again, because it had too few others.
+    An operator's relaunch is not a failure and starts the count again. So does a checkpoint that
+    was blamed for the crashes before. A preempted attempt says nothing about the run and is not
+    counted. Neither is one that ended by the failure of nodes that had failed before: the run had
+    to use them again, because it had too few others.
     """
     newest, stuck = -1, 0
     forgiven = forgiven_until(history.events)

@@ -124,7 +124,7 @@ def resume_submission(
     the scheduler, or that it refused, is submitted. If the answer to a submission is unknown, the
     attempt is submitted again only after the job stayed absent for the executor's `absence_s`
     seconds, counted by `absences`. Until then `SchedulerUnavailableError` is raised: wait and
-    call again. Raises `OrdersChangedError` if there certainly is no job, and an order ends the
+    call again. Raises `OrdersChangedError` if there certainly is not a job, and an order ends the
     attempt. Returns None if no submission is unfinished.
     """
     taken = paths.list_attempts()

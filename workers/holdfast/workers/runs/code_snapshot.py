@@ -161,7 +161,7 @@ def _follow(source: Path, name: Path, found: CodeFiles, inside: dict[Path, Path]
 
 
 class _Skipped:
-    """Folders that are no code: those of runs, and Holdfast's own."""
+    """Folders that are not code: those of runs, and Holdfast's own."""
 
     def __init__(self, source: Path) -> None:
         self._source = source

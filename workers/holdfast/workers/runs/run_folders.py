@@ -94,8 +94,8 @@ def create_run(
     with _creating(paths):
         _fill_folder(paths, spec, record, code)
         fill(paths, record.uid)
-        # Last, because a folder without it is no run. So a run appears complete or not at all, see
-        # decision 78.
+        # Last, because a folder without it is not a run. So a run appears complete or not at all,
+        # see decision 78.
         if not create_document(paths.spec, record):
             raise _created_meanwhile(paths)
     return paths

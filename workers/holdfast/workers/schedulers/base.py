@@ -98,7 +98,7 @@ class Executor(ABC):
         )
 
     def submit_consumer(self, paths: ConsumerPaths, request: Request) -> Submission:
-        """Submit the job of a consumer, which is no attempt. Raises like `submit`."""
+        """Submit the job of a consumer, which is not an attempt. Raises like `submit`."""
         raise SubmissionRefusedError(
             f"{request.job_name}: the executor {self.kind!r} has no jobs besides attempts",
             may_pass=False,

@@ -297,7 +297,7 @@ class EpochLoop(_TrainingEpochLoop):
             return
         step = self.global_step
         has_stepped = place is LoopPlace.AFTER_STEP or step != self.holdfast.reached
-        # An evaluation between two steps, while gradients accumulate, is no place for a save.
+        # An evaluation between two steps, while gradients accumulate, is not a place for a save.
         has_end = has_stepped and self.has_end(data_fetcher)
         if has_stepped and place is None:
             self.holdfast.end_step(step, has_end=has_end)

@@ -6,7 +6,7 @@ the epoch's start before the loader begins, that of the first batch's fetch befo
 that of the checkpoint after it. Workers of a loader have separate random states.
 
 A loader that reports its fetches is a copy. Accelerate asks the loader that is being read how many
-samples of the last batch are no duplicates, so the copy has the answer of the original.
+samples of the last batch are not duplicates, so the copy has the answer of the original.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def keep_remainder(loader: Any, gradient_state: Any) -> None:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch of a loader's samplers, as the trainer does for a loader that is no copy."""
+    """Set the epoch of a loader's samplers, as the trainer does for a loader that is not a copy."""
     if hasattr(loader, "set_epoch"):
         loader.set_epoch(epoch)
     inner: Any = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)

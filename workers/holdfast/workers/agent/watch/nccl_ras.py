@@ -101,7 +101,7 @@ def _ask(address: tuple[str, int], pids: Sequence[int]) -> tuple[bytes, bool]:
     give_up = time.monotonic() + ANSWER_S_MAX
     for _ in range(TRIES):
         with (
-            # `ValueError` is for a host that is no name.
+            # `ValueError` is for a host that is not a name.
             contextlib.suppress(OSError, ValueError),
             socket.create_connection(address, timeout=HELLO_S_MAX) as connection,
         ):

@@ -20,14 +20,14 @@ from holdfast.workers.agent.watch.stack_text import ranks_text
 
 # With windows of ten seconds, eleven of them are less than two minutes.
 WINDOWS: Final = 11
-# The mean of the lowest windows counts, so that a pause of less than a minute is no slowdown.
+# The mean of the lowest windows counts, so that a pause of less than a minute is not a slowdown.
 LOWEST: Final = 6
 # A rank is slow from this mean on. The noise of one window is several hundredths.
 SLOW: Final = 1.085
 USUAL: Final = 1.05
 # Smaller shares of a step are not worth a message.
 COST_MIN: Final = 0.05
-# More nodes than this share of them are no exception, but work of another kind.
+# More nodes than this share of them are not exception, but work of another kind.
 NODES_SHARE: Final = 8
 FROM_START_NODES: Final = 8
 # What is usual follows slowly, by at most this share per window, so that a slowdown stays one.
