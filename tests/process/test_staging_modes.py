@@ -348,7 +348,7 @@ def test_few_pages_are_dirty(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("directory", "problem"),
-    [("/dev/shm", "is in memory"), ("/nowhere/at/all", "is no directory")],
+    [("/dev/shm", "is in memory"), ("/nowhere/at/all", "is not a directory")],
 )
 def test_a_directory_that_is_no_disk_is_refused(
     holder: SlotHolder, tmp_path: Path, directory: str, problem: str

@@ -106,7 +106,7 @@ def test_five_evaluations_as_jobs(
     (tmp_path / "go").touch()
     uses = world.until_states(s10=done)
     assert (uses[20].tries, uses[20].reason) == (2, "it ended with exit status 7")
-    assert [uses[step].tries for step in STEPS] == [1, 2, 1, 1, 1], "a preemption is no try"
+    assert [uses[step].tries for step in STEPS] == [1, 2, 1, 1, 1], "a preemption is not a try"
     found = reported_metrics(load_history(world.paths).events)
     assert found == {name_of(step): {"accuracy": step / 100} for step in (10, 30, 40, 50)}
     events = load_history(world.paths).events

@@ -30,6 +30,7 @@ from holdfast.trainer.streams.loader import StreamLoader
 
 SIZES = {"a": 9, "b": 14, "c": 5, "d": 11}
 STATE_BYTES_MAX = 64 * 1024
+MORE = pytest.mark.more
 
 
 class Numbers:
@@ -373,11 +374,12 @@ def of_uneven(**more: Any) -> Any:
 @pytest.mark.parametrize(
     "make",
     [
-        partial(of_uneven, batch_size=2),
-        partial(of_uneven, batch_size=None),
-        partial(of_uneven, batch_size=2, snapshot_every_n_steps=3),
+        pytest.param(partial(of_uneven, batch_size=2), id="batches"),
+        pytest.param(partial(of_uneven, batch_size=None), id="samples", marks=MORE),
+        pytest.param(
+            partial(of_uneven, batch_size=2, snapshot_every_n_steps=3), id="rare states", marks=MORE
+        ),
     ],
-    ids=["batches", "samples", "rare states"],
 )
 def test_a_worker_that_has_ended_gives_nothing_after_a_resume(make: Any, tmp_path: Path) -> None:
     whole = launches(make, tmp_path / "whole", [100])
@@ -432,7 +434,7 @@ def of_nodes(rare: int) -> Any:
     return nodes.Loader(nodes.Prefetcher(counted, 2, snapshot_frequency=rare))
 
 
-@pytest.mark.parametrize("rare", [1, 3])
+@pytest.mark.parametrize("rare", [pytest.param(1, marks=MORE), 3])
 def test_a_pipeline_continues_in_the_epoch_after_a_stop_between_epochs(
     rare: int, tmp_path: Path
 ) -> None:
