@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from holdfast.contracts.disk.journal import Event, EventKind, read_journal
 from holdfast.contracts.environment import FLUSH_TIMEOUT, flush_timeout_s
-from holdfast.contracts.errors import HoldfastError, SpecError
+from holdfast.contracts.errors import CheckpointError, HoldfastError, SpecError
 from holdfast.contracts.node.rank_status import RankStatusTable
 from holdfast.trainer.config import config
 from holdfast.trainer.data.order import SkipWindow
@@ -32,7 +33,9 @@ from holdfast.trainer.process.program import program_argv
 from holdfast.trainer.process.signals import FailureRecord, SignalFlags
 from holdfast.trainer.ranks.collective import ControlGroup
 from holdfast.trainer.ranks.rank_context import choose_directory
+from holdfast.trainer.ranks.rank_tree import RankTree
 from holdfast.trainer.session.session import Session
+from holdfast.trainer.state.not_restored import check_objects
 from holdfast.trainer.state.run_state import Restored
 
 
@@ -209,6 +212,37 @@ def test_an_error_on_rank_0_is_raised_unchanged() -> None:
         ranks.gather(fail)
     assert ranks.gather(lambda: 3) == [3]
     assert ranks.largest([True, 5]) == [1, 5]
+
+
+@pytest.mark.parametrize("given", [[["extra.a"], []], [["extra.a"], ["extra.a"]]])
+def test_rank_0_may_have_more_objects_than_others(given: list[list[str]]) -> None:
+    assert _checked_on_ranks(given) == ["", ""]
+
+
+def test_an_object_that_rank_0_lacks_is_refused_on_all_ranks() -> None:
+    """A checkpoint with one could not be loaded, or would not restore it."""
+    for problem in _checked_on_ranks([["extra.a"], ["extra.a", "extra.b"]]):
+        assert problem.startswith("rank 1 has extra.b and rank 0 has not")
+
+
+def _checked_on_ranks(given: list[list[str]]) -> list[str]:
+    """Return for each rank, a thread with a separate connection, why its objects are refused."""
+    store = HashStore()
+
+    def check(rank: int) -> str:
+        ranks = ControlGroup()
+        ranks.rank, ranks.world_size = rank, len(given)
+        ranks.group = RankTree.over_store(store, rank, len(given))
+        try:
+            check_objects(given[rank], {}, ranks)
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            ranks.close()
+        return ""
+
+    with ThreadPoolExecutor(len(given)) as threads:
+        return list(threads.map(check, range(len(given))))
 
 
 def test_a_signal_is_stored_in_the_rank_status() -> None:

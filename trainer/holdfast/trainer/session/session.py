@@ -153,7 +153,7 @@ class Session(StreamMethods):
             self._join(directory, mesh)
             who: dict[str, Any] = {"fit": fit, "rank": self.rank, "world_size": self.world_size}
             state = TrainState(model, optimizers, schedulers, extra, per_rank=per_rank, **who)
-            not_restored.warn_of_local_buffers(extra or {}, self.rank, self.world_size)
+            not_restored.check_objects(state.streams, extra or {}, self._ranks)
             saver = _saver_of(state, planner, settings.staging)
             load = partial(load_tensors, self._ranks, state)
             self._start(self._restore(state, saver, load), settings)

@@ -11,7 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.node.reporting import report
+from holdfast.trainer.ranks.collective import ControlGroup
 
 # Hooks of `DistributedDataParallel` that keep a state which no checkpoint contains.
 #
@@ -42,6 +44,22 @@ def warn_of_lost_states(models: Iterable[nn.Module]) -> None:
 # A checkpoint contains an object of `extra` once, as rank 0 has it. `AveragedModel` with
 # `use_buffers=True` averages the running statistics of BatchNorm too, and each rank computes those
 # from its own samples.
+
+
+def check_objects(names: Iterable[str], extra: Mapping[str, Any], ranks: ControlGroup) -> None:
+    """Raise `CheckpointError` for an object that rank 0 lacks, and warn of averages.
+
+    Rank 0 writes down which objects a checkpoint has, so a resume would not find this one. All
+    ranks call this together.
+    """
+    all_names = ranks.gather(lambda: sorted(names))
+    for rank, given in enumerate(all_names):
+        if more := sorted(set(given) - set(all_names[0])):
+            raise CheckpointError(
+                f"rank {rank} has {more[0]} and rank 0 has not, so a resume could not restore it; "
+                "give the Session the same names on all ranks"
+            )
+    warn_of_local_buffers(extra, ranks.rank, ranks.world_size)
 
 
 def warn_of_local_buffers(extra: Mapping[str, Any], rank: int, world_size: int) -> None:
