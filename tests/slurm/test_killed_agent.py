@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 from playwright.sync_api import Browser, expect
@@ -24,6 +25,7 @@ from tests.web.killed import (
 from holdfast.contracts.disk.paths import AttemptPaths
 from holdfast.contracts.records.documents import Claim, read_document
 
+POLLED_MS: Final = 25_000.0
 ON_SLURM = {"executor": "slurm", "gpus_per_node": 1, "partition": "spot"}
 
 pytestmark = [pytest.mark.more, pytest.mark.timeout(240)]
@@ -74,5 +76,7 @@ def test_a_killed_agent_of_a_slurm_job_is_listed(local: Local, browser: Browser)
         expect(page.get_by_role("region", name="Needs attention")).to_have_count(0)
         kill(agent_of(paths, 2))
         dead = line_of(page, agent_of_attempt(2, host_of(paths.attempt(2))))
-        expect(dead).to_contain_text("supervisor starts the next", timeout=LISTED_MS)
+        expect(dead).to_be_visible(timeout=LISTED_MS)
+        # The server sees the heartbeats end, and the supervisor asks Slurm every 15 s.
+        expect(dead).to_contain_text("supervisor starts the next", timeout=POLLED_MS)
         assert not errors
