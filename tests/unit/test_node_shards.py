@@ -467,16 +467,20 @@ def test_a_pipeline_whose_state_has_no_start_of_an_epoch_is_refused(
 @pytest.mark.parametrize(
     ("data", "make"),
     [
-        (Counting(), lambda one: nodes.Prefetcher(one, 2)),
-        (Counting(), lambda one: weighted(one, "CYCLE_FOREVER")),
-        (Prompt(), lambda one: nodes.Prefetcher(one, 2, snapshot_frequency=3)),
+        (Counting, lambda one: nodes.Prefetcher(one, 2)),
+        (Counting, lambda one: weighted(one, "CYCLE_FOREVER")),
+        (Prompt, lambda one: nodes.Prefetcher(one, 2, snapshot_frequency=3)),
     ],
 )
-def test_other_pipelines_of_data_with_a_state_are_accepted(
+def test_other_pipelines_of_data_with_a_state_continue(
     data: Any, make: Any, tmp_path: Path
 ) -> None:
-    loader = nodes.Loader(make(nodes.IterableWrapper(data)))
-    Session(torch.nn.Linear(1, 1), directory=tmp_path, per_rank={"loader": loader}).close()
+    def loader() -> Any:
+        return nodes.Loader(make(nodes.IterableWrapper(data())))
+
+    whole = launches(loader, tmp_path / "whole", [5])
+    assert whole == [1, 2, 3, 4, 5]
+    assert launches(loader, tmp_path / "run", [2, 5]) == whole
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 1), (1, 0)])
