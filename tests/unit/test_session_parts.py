@@ -222,7 +222,7 @@ def test_rank_0_may_have_more_objects_than_others(given: list[list[str]]) -> Non
 def test_an_object_that_rank_0_lacks_is_refused_on_all_ranks() -> None:
     """A checkpoint with one could not be loaded, or would not restore it."""
     for problem in _checked_on_ranks([["extra.a"], ["extra.a", "extra.b"]]):
-        assert problem.startswith("rank 1 has extra.b and rank 0 has not")
+        assert problem.startswith("rank 1 has extra.b, but rank 0 does not")
 
 
 def _checked_on_ranks(given: list[list[str]]) -> list[str]:

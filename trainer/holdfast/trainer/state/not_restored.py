@@ -56,8 +56,8 @@ def check_objects(names: Iterable[str], extra: Mapping[str, Any], ranks: Control
     for rank, given in enumerate(all_names):
         if more := sorted(set(given) - set(all_names[0])):
             raise CheckpointError(
-                f"rank {rank} has {more[0]} and rank 0 has not, so a resume could not restore it; "
-                "give the Session the same names on all ranks"
+                f"rank {rank} has {more[0]}, but rank 0 does not, so a resume could not restore "
+                "it; give the Session the same names on all ranks"
             )
     warn_of_local_buffers(extra, ranks.rank, ranks.world_size)
 
