@@ -483,7 +483,10 @@ def test_other_pipelines_of_data_with_a_state_continue(
     assert launches(loader, tmp_path / "run", [2, 5]) == whole
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(0, 2, marks=MORE), pytest.param(2, 1, marks=MORE), (1, 0)],
+)
 def test_another_number_of_workers_is_refused_with_the_nearest_way(
     before: int, after: int, tmp_path: Path
 ) -> None:
