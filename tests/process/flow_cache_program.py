@@ -13,6 +13,7 @@ from prefect.testing.utilities import prefect_test_harness
 
 from holdfast.contracts.disk.paths import RunPaths
 from holdfast.flows import train
+from holdfast.flows.supervisor import submission
 
 submitted: list[int] = []
 
@@ -32,7 +33,7 @@ def relaunch_twice(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    train.__dict__["submit_next"] = submit_next
+    submission.submit_next = submit_next
     persisting = {PREFECT_TASKS_DEFAULT_PERSIST_RESULT: True}
     with prefect_test_harness(server_startup_timeout=120), temporary_settings(persisting):
         relaunch_twice(Path(sys.argv[1]))

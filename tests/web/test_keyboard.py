@@ -44,7 +44,10 @@ STATES: Final[dict[str, tuple[str, Callable[[Page], object]]]] = {
     "refused": ("/runs/vit-l-ablation", lambda page: press(page, "button", "Pause")),
     "tags": (f"/runs/{LIVE}", lambda page: press(page, "button", "Tags and note")),
     "unknown": ("/runs/unknown", lambda page: page.get_by_role("alert").wait_for()),
-    "queued": ("/runs/llama-3b-instruct/ranks", lambda page: page.get_by_text("yet").wait_for()),
+    "queued": (
+        "/runs/llama-3b-instruct/ranks",
+        lambda page: page.get_by_role("heading", name="of the ranks yet").wait_for(),
+    ),
     "columns": (f"/runs/{LIVE}/checkpoints", lambda page: page.get_by_text("Columns (").click()),
     "card": (
         f"/runs/{LIVE}/lineage?at={PINNED}",
