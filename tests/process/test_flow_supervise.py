@@ -141,6 +141,7 @@ def test_database_outage_does_not_stop_supervision(
 def test_second_supervisor_waits_until_the_first_is_gone(
     tmp_path: Path, index: Index, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     paths = make_run(tmp_path, "print('hello')\n")
     assert not is_supervised(paths.flow_lock)
     with FlowLock(paths.flow_lock) as lock:

@@ -30,6 +30,7 @@ from holdfast.contracts import errors
 from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import AttemptPaths, RunPaths
 from holdfast.contracts.environment import PAGE_URL, problem_with_address
+from holdfast.contracts.plain_text import counted
 from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.history_cache import load_tallied
@@ -71,7 +72,8 @@ class Artifact:
 def state_name(history: RunHistory) -> str:
     """Return what the run does now: Running, AwaitingCapacity, Flushing, Preempted or Paused.
 
-    `Waiting` is the time until the policy's next decision after another ending.
+    `Finishing` is the time from the last step's ending to the end of the run, and `Waiting` that
+    until the policy's next decision after another ending.
     """
     last = history.last_attempt
     if last is None or last.state.is_terminal:
@@ -79,6 +81,8 @@ def state_name(history: RunHistory) -> str:
             return "Paused"
         if last is None:
             return "AwaitingCapacity"
+        if last.state is AttemptState.COMPLETED:
+            return "Finishing"
         return "Preempted" if last.cause is Cause.PREEMPTION else "Waiting"
     if last.state in _QUEUED:
         return "AwaitingCapacity"
@@ -147,7 +151,11 @@ def _markdown(history: RunHistory, progress: str) -> str:
         logs = paths.attempt(history.attempts[-1].number).directory
         lines += [f"Logs of the newest attempt: `holdfast logs {paths.name}`, in `{logs}`", ""]
     lineage = [f"- {line}" for line in _lineage(history)] or ["No checkpoints yet."]
-    return "\n".join([*lines, "## Lineage", "", *lineage, ""])
+    lines += ["## Lineage", ""]
+    if history.tally.committed > len(history.tally.recent):
+        newest = counted(len(history.tally.recent), "checkpoint")
+        lines += [f"The newest {newest}; `holdfast lineage {paths.name}` shows all.", ""]
+    return "\n".join([*lines, *lineage, ""])
 
 
 def _lineage(history: RunHistory) -> Iterator[str]:
@@ -164,7 +172,7 @@ def _lineage(history: RunHistory) -> Iterator[str]:
             continue
         start = f", resumed from `{view.resumed_from}`" if view.resumed_from else ""
         wrote = f": {', '.join(f'`{name}`' for name in own)}" if own else ""
-        yield f"attempt {view.number} ({view.world_size} ranks){start}{wrote}"
+        yield f"attempt {view.number} ({counted(view.world_size, 'rank')}){start}{wrote}"
 
 
 LOOK_S: Final = 3.0

@@ -397,9 +397,9 @@ class Supervisor:
 
     def _follow(self, history: RunHistory) -> float | None:
         """Log progress while another supervisor acts. Return the seconds until the next turn."""
-        self._warn_once(
-            "follow", "another supervisor acts on %s; following the run", self.paths.name
-        )
+        if "follow" not in self._warned:
+            self._warned.add("follow")
+            self.log.info("another supervisor acts on %s; following the run", self.paths.name)
         self._progress.show(history)
         return history.spec.supervision.poll_s if history.state.is_live else None
 
