@@ -18,6 +18,7 @@ from examples.demo_service import POOL, PrefectService
 from tests.support.flow_runs import (
     FlowRuns,
     service_environment,
+    state_of,
     step_of,
     submissions,
     supervisions,
@@ -25,7 +26,9 @@ from tests.support.flow_runs import (
     wait_for_end,
 )
 
+from holdfast.contracts.disk.journal import EventKind
 from holdfast.contracts.disk.paths import RunPaths
+from holdfast.contracts.records.history import load_events
 
 # From the death of a supervisor until the next one has taken up the run: 15 s on an idle machine.
 RESUMED_S_MAX = 45.0
@@ -158,6 +161,24 @@ def test_flow_run_that_is_resumed_gets_one_process(runs: FlowRuns, service: Pref
         assert sum(log.count("was lost") for log in logs) == 1
         service.command("prefect", "flow-run", "cancel", flow_run)
         wait_for_end(paths, "cancelled")
+
+
+@pytest.mark.more
+def test_cancel_of_a_suspended_flow_run_ends_the_paused_run(
+    runs: FlowRuns, service: PrefectService
+) -> None:
+    """Prefect tells nobody of that, because the flow run has no process."""
+    with worker(service):
+        paths = runs.deploy_run(runs.write_spec("held", {"steps": 20000, "sleep_s": 0.1}))
+        wait_for("step 5", lambda: step_of(paths) >= 5)
+        flow_run = supervisions(paths)[-1]["flow_run"]
+        runs.holdfast("pause", paths.name)
+        wait_for("the pause", lambda: runs.flow_state(flow_run) == "PAUSED")
+        service.command("prefect", "flow-run", "cancel", flow_run)
+        wait_for("the end of the run", lambda: state_of(paths) == "cancelled", 60)
+        asked = [one.data for one in load_events(paths) if one.kind is EventKind.OPERATOR_REQUEST]
+        name = runs.ask(f"flow_runs/{flow_run}")["name"]
+        assert asked[-1]["by"] == f"prefect flow run {name}"
 
 
 @pytest.mark.more

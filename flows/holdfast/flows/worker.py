@@ -38,6 +38,7 @@ from pydantic import BaseModel, Field
 from holdfast.contracts.disk.paths import RunPaths, holdfast_home
 from holdfast.contracts.errors import HoldfastError, SchedulerUnavailableError
 from holdfast.contracts.records import history_cache, supervision
+from holdfast.contracts.states import RunState
 from holdfast.flows.flow_run_states import last_begun_at, times_scheduled
 from holdfast.flows.supervisor import cancellation
 from holdfast.flows.supervisor.flow_lock import FlowLock
@@ -403,22 +404,16 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
         while True:
             try:
                 await self._look_at_others()
+                await self._look_at_cancelled()
             # A server that is down, or a root that hangs, is asked again.
             except Exception as error:
                 self._logger.warning("flows of other workers were not looked at: %s", error)
             await anyio.sleep(ZOMBIES_S)
 
     async def _look_at_others(self) -> None:
-        states = filters.FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CRASHED])
-        pool = filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[self._work_pool_name]))
-        found = await self.client.read_flow_runs(
-            flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=states)),
-            work_pool_filter=pool,
-            sort=FlowRunSort.START_TIME_DESC,
-            limit=ZOMBIES_MAX,
+        others = await self._unknown(
+            [StateType.RUNNING, StateType.CRASHED], FlowRunSort.START_TIME_DESC
         )
-        known = set(+self._attended) | self._over
-        others = [one for one in found if str(one.id) not in known]
         looks = {}
         for flow_run in others:
             number = str(flow_run.id)
@@ -439,6 +434,39 @@ class HoldfastWorker(BaseWorker[HoldfastConfiguration, HoldfastVariables, Holdfa
                 del looks[number]
                 group.start_soon(self._attend, flow_run, None)
         self._free_looks = looks
+
+    async def _unknown(self, types: list[StateType], sort: FlowRunSort) -> list[FlowRun]:
+        """Return the pool's flow runs in these states, without those attended or over."""
+        states = filters.FlowRunFilterStateType(any_=types)
+        pool = filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[self._work_pool_name]))
+        found = await self.client.read_flow_runs(
+            flow_run_filter=filters.FlowRunFilter(state=filters.FlowRunFilterState(type=states)),
+            work_pool_filter=pool,
+            sort=sort,
+            limit=ZOMBIES_MAX,
+        )
+        known = set(+self._attended) | self._over
+        return [one for one in found if str(one.id) not in known]
+
+    async def _look_at_cancelled(self) -> None:
+        """Cancel paused runs whose suspended flow runs were cancelled: no process hears of that."""
+        for flow_run in await self._unknown([StateType.CANCELLED], FlowRunSort.END_TIME_DESC):
+            try:
+                await run_sync(self._cancel_paused, flow_run)
+                self._over.add(str(flow_run.id))
+            # Such as a root that cannot be read, which is tried again.
+            except Exception as error:
+                self._logger.warning("flow run '%s': not looked at: %s", flow_run.name, error)
+
+    def _cancel_paused(self, flow_run: FlowRun) -> None:
+        state = flow_run.state
+        if state is None or time.time() - state.timestamp.timestamp() > CRASHED_S_MAX:
+            return
+        # Another flow run may have taken up the run since.
+        self._found.pop(str(flow_run.id), None)
+        paths = self._find_run(flow_run)
+        if paths is not None and history_cache.load_tallied(paths).state is RunState.PAUSED:
+            self._logger.info("%s", cancellation.cancel_run(paths, flow_run, state))
 
     async def _is_starting(self, flow_run: FlowRun) -> bool:
         """Return whether the flow run's process may not have come to its run yet."""
