@@ -169,11 +169,17 @@ def test_cancel_of_a_suspended_flow_run_ends_the_paused_run(
 ) -> None:
     """Prefect tells nobody of that, because the flow run has no process."""
     with worker(service):
-        paths = runs.deploy_run(runs.write_spec("held", {"steps": 20000, "sleep_s": 0.1}))
+        spec = runs.write_spec("held", {"steps": 20000, "sleep_s": 0.1})
+        paths = runs.deploy_run(spec)
         wait_for("step 5", lambda: step_of(paths) >= 5)
         flow_run = supervisions(paths)[-1]["flow_run"]
         runs.holdfast("pause", paths.name)
         wait_for("the pause", lambda: runs.flow_state(flow_run) == "PAUSED")
+        # A paused run needs nobody, and starting a supervisor is no order to continue.
+        (said,) = runs.holdfast("supervise", paths.name)
+        assert (said["state"], said["started"], said.get("flow_run")) == ("paused", False, None)
+        assert runs.holdfast("submit", spec)["flow_run"] is None
+        assert runs.flow_state(flow_run) == "PAUSED"
         service.command("prefect", "flow-run", "cancel", flow_run)
         wait_for("the end of the run", lambda: state_of(paths) == "cancelled", 60)
         asked = [one.data for one in load_events(paths) if one.kind is EventKind.OPERATOR_REQUEST]

@@ -50,10 +50,16 @@ def test_a_live_run_without_a_supervisor_is_reported_by_every_command(
     ended.submit(1, 2, time.time())
     facts = {"attempt": 1, "state": "completed", "cause": None, "evidence": []}
     ended.tell("flow", EventKind.ATTEMPT_ENDED, **facts, ended_at=time.time())
+    # A paused run needs none: the order that continues it starts one.
+    held = RunFolder(root, "held", "h" * 32)
+    held.submit(1, 2, time.time())
+    held.tell("cli", EventKind.OPERATOR_REQUEST, action="pause", by="ann", after_attempt=1)
+    facts = {**facts, "state": "cancelled", "cause": "operator"}
+    held.tell("flow", EventKind.ATTEMPT_ENDED, **facts, ended_at=time.time())
     (root / "broken").mkdir()
     (root / "broken" / "spec.json").write_text("{")
     (root / "broken" / "flow.lock").touch()
-    for name in ("kept", "lost", "ended"):
+    for name in ("kept", "lost", "ended", "held"):
         with FlowLock(RunPaths(root / name).flow_lock):
             pass
     with FlowLock(RunPaths(root / "kept").flow_lock) as lock:
@@ -61,7 +67,11 @@ def test_a_live_run_without_a_supervisor_is_reported_by_every_command(
         rows = {row["run"]: row for row in call("runs", "--json").json}
         words = "this host sees no supervisor of lost; `holdfast supervise lost` starts one"
         reported = {name: row["warnings"] for name, row in rows.items()}
-        assert reported == {"kept": [], "lost": [words], "new": [], "ended": [], "broken": []}
+        assert reported.pop("lost") == [words]
+        assert set(reported) == {"kept", "new", "ended", "held", "broken"}
+        assert not any(reported.values())
+        assert rows["held"]["state"] == "paused"
+        assert call("show", "held", "--json").json["warnings"] == []
         assert f"warning: {words}" in call("runs").out
         assert words in call("show", "lost", "--json").json["warnings"]
         checks = {one["name"]: one for one in call("doctor", "--json").json["checks"]}

@@ -17,6 +17,7 @@ from holdfast.contracts.records.documents import RunRecord, read_document
 from holdfast.contracts.records.history import load_history
 from holdfast.contracts.records.supervision import is_supervised
 from holdfast.contracts.spec.run_spec import RunSpec
+from holdfast.contracts.states import RunState
 from holdfast.flows.loaded_supervisor import MODULE, LoadedSupervisor
 from holdfast.flows.supervisor import flow_lock, secrets, submission
 from holdfast.workers.runs import operator, run_folders
@@ -121,6 +122,8 @@ def start_flow(
     A flow run that was suspended, because the run was paused, is resumed instead.
     Without `preflight`, Prefect's flow runs no checks before it submits. Other supervisors never
     run them.
+    With a Prefect API, nothing is started for a run that is paused: it needs nobody, and a flow run
+    that is resumed would continue it.
     Raises `ServiceError` if a Prefect API is configured and cannot be used.
     """
     # Without an API, Prefect would start a server for each flow, see decision 35.
@@ -128,14 +131,17 @@ def start_flow(
         if where := flow_lock.hand_over(paths):
             return Started(service=where, log=paths.flow_log)
         return start_here(paths, loaded)
-    # A suspended flow run is still the run's own. A second one would only follow it, see
-    # decision 69.
+    history = load_history(paths)
+    # Decision 69.
+    if history.state is RunState.PAUSED:
+        return Started(is_new=False)
+    # A suspended flow run is still the run's own. A second one would only follow it.
     if (again := resume_if_suspended(paths)) is not None:
         return again
     from holdfast.flows.deployments import submit_to_prefect
 
     parameters = {**flow_parameters(paths), **({} if preflight else {"preflight": False})}
-    uid = load_history(paths).record.uid
+    uid = history.record.uid
     flow_run = submit_to_prefect(parameters, name=paths.name, uid=uid)
     return Started(
         flow_run=flow_run.id, url=flow_run.url, warning=flow_run.warning, is_new=flow_run.is_new

@@ -217,7 +217,8 @@ class Attention:
 def _unsupervised(
     row: RunRow, paths: RunPaths, known: _Known, signs: LifeSigns
 ) -> list[findings.Finding]:
-    if not signs.is_unsupervised:
+    # The order that continues a paused run starts a supervisor.
+    if not signs.is_unsupervised or row["state"] == RunState.PAUSED:
         return []
     since = signs.supervised_at
     supervision = read_supervision(paths, known.steering, row["created_at"], since)

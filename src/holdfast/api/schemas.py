@@ -149,7 +149,7 @@ class OperatorRequest(BaseModel):
 
 
 class Supervision(BaseModel):
-    """The supervisor of a live run.
+    """The supervisor of a live run that is not paused.
 
     `is_alive` is false if no process holds the run's lock. It is null while a supervisor may still
     be starting, and for the run of another user, whose lock the server cannot read. `host` and

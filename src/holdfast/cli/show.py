@@ -232,13 +232,14 @@ def _render_settings(settings: Sequence[Mapping[str, Any]]) -> None:
 def _warnings(run: Mapping[str, Any]) -> list[str]:
     """Return the warnings of a live run about its grace period, supervisor and submission.
 
-    One that has ended needs a supervisor for its open consumers only.
+    One that is paused or has ended needs a supervisor for its open consumers only.
     """
     from holdfast.workers.decisions.grace import warnings_of
     from holdfast.workers.runs.run_folders import read_record, why_not_submitted
 
     paths = RunPaths(Path(run["path"]))
-    if not RunState(run["state"]).is_live or not has_spec(paths.directory):
+    state = RunState(run["state"])
+    if not state.is_live or state is RunState.PAUSED or not has_spec(paths.directory):
         is_open = any(ConsumerState(one["state"]).is_open for one in run["consumers"])
         return [warning for warning in [supervisor_warning(paths)] if warning and is_open]
     warnings = warnings_of(RunSpec.read(run["spec"]), paths)

@@ -320,6 +320,8 @@ def _render_submitted(facts: dict[str, Any]) -> None:
         say(f"supervisor: {facts['service']}, log {facts['log']}")
     elif facts["log"]:
         say(f"supervisor: process {facts['pid']}, log {facts['log']}")
+    if state is RunState.PAUSED:
+        say(f"it is paused; `holdfast resume {facts['run']}` continues it")
     say(f"watch it with `holdfast show {facts['run']}`")
 
 

@@ -20,6 +20,7 @@ from holdfast.contracts.errors import SpecError
 from holdfast.contracts.records.consumers import needs_supervisor
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.supervision import is_supervised, lost_supervisor
+from holdfast.contracts.states import RunState
 
 
 def supervise(
@@ -142,6 +143,8 @@ def _render(facts: list[dict[str, Any]]) -> None:
     for one in facts:
         waits = f"flow run {one['flow_run']} will supervise it" if one.get("flow_run") else ""
         done = "a supervisor was started" if one["started"] else waits or "needs no supervisor"
+        if one["state"] == RunState.PAUSED and not one["started"]:
+            done = f"needs no supervisor; `holdfast resume {one['run']}` continues it"
         echo(f"{one['run']} ({one['state']}): {done}")
         if one["warning"]:
             warn(f"holdfast: {one['warning']}")

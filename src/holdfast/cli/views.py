@@ -279,7 +279,8 @@ def _refreshed_runs(
 
 
 def _lost(row: Mapping[str, Any]) -> list[str]:
-    if not RunState(row["state"]).is_live:
+    state = RunState(row["state"])
+    if not state.is_live or state is RunState.PAUSED:
         return []
     warning = supervisor_warning(RunPaths(Path(row["path"])))
     return [warning] if warning else []

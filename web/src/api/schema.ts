@@ -1038,7 +1038,7 @@ export interface StretchView {
   currency: string | null;
 }
 
-/** The supervisor of a live run. `is_alive` is false if no process holds the run's lock. It is null while a supervisor may still be starting, and for the run of another user, whose lock the server cannot read. `host` and `pid` are those of the newest supervisor. If `is_remote` is true, that host is another one, and its lock may not be visible from this server. */
+/** The supervisor of a live run that is not paused. `is_alive` is false if no process holds the run's lock. It is null while a supervisor may still be starting, and for the run of another user, whose lock the server cannot read. `host` and `pid` are those of the newest supervisor. If `is_remote` is true, that host is another one, and its lock may not be visible from this server. */
 export interface Supervision {
   is_alive: boolean | null;
   is_remote: boolean;

@@ -153,7 +153,9 @@ class SupervisorService:
         stamp = _stamp(paths)
         if stamp == self._ended.get(paths.name):
             return False
-        is_live = needs_supervisor(history_cache.load_tallied(paths))
+        history = history_cache.load_tallied(paths)
+        # An order to a paused run is carried out at once.
+        is_live = history.state.is_live or needs_supervisor(history)
         # The files may have changed since. Then the next look reads the run again.
         self._ended[paths.name] = () if is_live else stamp
         return is_live

@@ -105,7 +105,9 @@ def show_run(request: Request, run: RunId) -> schemas.RunDetail:
         "live_step": live_step(paths) if is_live else None,
         "step_s": pace.step_s if pace else None,
         "supervision": (
-            read_supervision(paths, steering, shown["created_at"], seen_at) if is_live else None
+            read_supervision(paths, steering, shown["created_at"], seen_at)
+            if is_live and shown["state"] != RunState.PAUSED
+            else None
         ),
         "requests": requests_in(steering, shown),
         "unprotected": protection.unprotected_in(launches) if is_running else [],

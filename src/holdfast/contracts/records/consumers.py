@@ -24,6 +24,7 @@ from holdfast.contracts.errors import ForeignFileError, SpecError
 from holdfast.contracts.records.documents import Document
 from holdfast.contracts.records.history import RunHistory
 from holdfast.contracts.records.reported import read_number, require_metrics
+from holdfast.contracts.states import RunState
 
 METRICS_BYTES_MAX: Final = 1 << 20
 
@@ -126,8 +127,11 @@ def open_uses(uses: Mapping[tuple[str, str], Use]) -> list[Use]:
 
 
 def needs_supervisor(history: RunHistory) -> bool:
-    """Return whether a run is live, or has ended and still has open consumers."""
-    if history.state.is_live:
+    """Return whether a run is live and not paused, or has open consumers.
+
+    The order that continues a paused run starts a supervisor.
+    """
+    if history.state.is_live and history.state is not RunState.PAUSED:
         return True
     return bool(open_uses(uses_in(history.lines.of_kinds(EventKind.CONSUMER))))
 
