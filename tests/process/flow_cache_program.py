@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from prefect import flow
 from prefect.settings import PREFECT_TASKS_DEFAULT_PERSIST_RESULT, temporary_settings
@@ -33,8 +34,11 @@ def relaunch_twice(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    submission.submit_next = submit_next
     persisting = {PREFECT_TASKS_DEFAULT_PERSIST_RESULT: True}
-    with prefect_test_harness(server_startup_timeout=120), temporary_settings(persisting):
+    with (
+        prefect_test_harness(server_startup_timeout=120),
+        temporary_settings(persisting),
+        patch.object(submission, "submit_next", submit_next),
+    ):
         relaunch_twice(Path(sys.argv[1]))
     print(json.dumps(submitted))

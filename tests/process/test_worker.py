@@ -178,7 +178,7 @@ def test_cancel_of_a_suspended_flow_run_ends_the_paused_run(
         # A paused run needs nobody, and starting a supervisor is no order to continue.
         (said,) = runs.holdfast("supervise", paths.name)
         assert (said["state"], said["started"], said.get("flow_run")) == ("paused", False, None)
-        assert runs.holdfast("submit", spec)["flow_run"] is None
+        assert runs.holdfast("submit", str(spec))["flow_run"] is None
         assert runs.flow_state(flow_run) == "PAUSED"
         service.command("prefect", "flow-run", "cancel", flow_run)
         wait_for("the end of the run", lambda: state_of(paths) == "cancelled", 60)
